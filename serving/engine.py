@@ -1,0 +1,196 @@
+"""The engine contract: what the application may ask of a model, whoever serves it.
+
+Implementations: `vllm_engine` (vLLM in process), `scripted_engine` (tests and demos), and `supervisor`,
+which wraps one of them and replaces it when it dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Role = Literal["system", "user", "assistant"]
+PrefillPath = Literal["warm", "sparse", "exact", "unknown"]
+Phase = Literal["starting", "ready", "restarting", "down", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the answer is drawn. `temperature=0` is greedy; `logprobs` is the number of alternatives per token."""
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt as token ids, and how to serve it.
+
+    `salt` separates cache namespaces: blocks are shared only between requests of one salt.
+    `dense_from` is the first token that must attend to everything whatever the prefill mode.
+    """
+
+    prompt: Sequence[int]
+    id: str
+    salt: str
+    sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0
+    prefill: Literal["auto", "exact"] = "auto"
+    dense_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How the prompt was read. What the engine does not know is None, or `unknown`."""
+
+    prompt_tokens: int
+    cached_tokens: int | None = None
+    path: PrefillPath = "unknown"
+    density: float | None = None
+    fallback_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of the answer. `prefill` and `queue` (seconds waited) come with the first one."""
+
+    text: str
+    tokens: int = 0
+    finish_reason: str | None = None
+    prefill: Prefill | None = None
+    queue: float | None = None
+    logprobs: Sequence[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prompt tokens read so far; `started` is false while the request waits its turn."""
+
+    started: bool
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An estimate made before a prompt is sent."""
+
+    path: PrefillPath
+    tokens_to_compute: int
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`window` is the most tokens of a prompt and its answer; `token_budget` the most prompt tokens of one step."""
+
+    window: int
+    token_budget: int
+    max_pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Whether requests are taken, and if not, why."""
+
+    phase: Phase
+    reason: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.phase == "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What the engine is doing now."""
+
+    pending: int
+    kv_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine honours. What is missing is shown as null to the user."""
+
+    model: str
+    cached_tokens: bool
+    salts: bool
+    logprobs: bool
+    sparse: bool
+    progress: bool
+
+
+class Engine(Protocol):
+    """A model that answers. All methods but `start` and `stop` may be called concurrently from one event loop."""
+
+    async def start(self) -> None:
+        """Load the model and wait until it can answer.
+
+        Raises:
+            StartError: the engine cannot start as configured.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End all work and free the engine's processes and memory. Safe to call twice."""
+        ...
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Stream the answer. Closing the iterator aborts the request, prefill included.
+
+        Raises:
+            EngineUnavailable: the engine takes no requests now.
+            EngineDied: the engine was lost meanwhile.
+            Overloaded: too many requests wait already.
+            PromptTooLong: prompt and answer do not fit the window.
+        """
+        ...
+
+    async def prefill(self, request: Request) -> Prefill:
+        """Read the prompt into the cache and produce no text."""
+        ...
+
+    async def progress(self, request_id: str) -> Progress | None:
+        """How far the prompt of a running request has been read, or None when that is not known."""
+        ...
+
+    def plan(self, request: Request) -> Plan:
+        """Estimate, without asking the engine, how the prompt will be read and how long that takes."""
+        ...
+
+    def count_tokens(self, text: str) -> int:
+        """The number of tokens of a text, without any template."""
+        ...
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Messages in the model's chat template as token ids, ready for the answer to begin.
+
+        Control tokens spelled out in a message's content stay plain text.
+        """
+        ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def stats(self) -> Stats: ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...

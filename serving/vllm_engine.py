@@ -1,0 +1,444 @@
+"""vLLM in process: chunked prefill, prefix caching, one life.
+
+"In process" means that this process owns the engine and talks to it without HTTP; vLLM itself runs its core and its
+worker as child processes. This is the only module that drives vLLM. It does not restart anything: `supervisor` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import random
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import structlog
+
+from serving.config import EngineConfig
+from serving.engine import (
+    Capabilities,
+    Delta,
+    Limits,
+    Message,
+    Plan,
+    Prefill,
+    PrefillPath,
+    Progress,
+    Request,
+    Sampling,
+    State,
+    Stats,
+)
+from serving.errors import (
+    EngineDied,
+    EngineMissing,
+    EngineUnavailable,
+    Overloaded,
+    PromptTooLong,
+    ServingError,
+    StartError,
+)
+from serving.model import ModelFolder, check_window, resolve_model
+from serving.prefill_speed import PrefillSpeed
+from serving.prefix_memory import PrefixMemory
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+# Measured on two cores: a larger budget makes steps longer and prefill no faster (docs/architecture.md).
+_CPU_TOKEN_BUDGET = 512
+_GPU_TOKEN_BUDGET = 16_384
+_CPU_BLOCK_SIZE = 32
+_KV_SHARE_OF_FREE_MEMORY = 0.25
+_KV_WINDOWS = 16
+_WARM_UP_TOKENS = (256, 1024)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A prompt on its way through prefill; `done` counts the tokens believed cached, then those computed."""
+
+    total: int
+    done: int
+    alone: bool
+
+
+class VllmEngine:
+    """One vLLM engine, from start to death."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._state = State("stopped")
+        self._llm: AsyncLLM | None = None
+        self._processes: list[psutil.Process] = []
+        self._pending: set[str] = set()
+        self._reading: dict[str, _Reading] = {}
+        self._speed = PrefillSpeed()
+
+    async def start(self) -> None:
+        self._state = State("starting", "the model is loading")
+        try:
+            self._llm = await asyncio.to_thread(self._load)
+            self._processes = await asyncio.to_thread(_engine_processes)
+            self._state = State("ready")
+            await self._warm_up()
+        except BaseException as error:
+            self._state = State("down", str(error))
+            await self.stop()
+            self._state = State("down", str(error))
+            raise
+
+    async def stop(self) -> None:
+        llm, self._llm = self._llm, None
+        self._state = State("stopped", "the engine was stopped")
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        await asyncio.to_thread(_end, self._processes)
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        llm = self._admit(request)
+        params = _sampling_params(request.sampling)
+        tokens = 0
+        first = True
+        async with self._read(request) as reading:
+            stream = llm.generate(_tokens_input(request), params, request.id)
+            try:
+                async for output in stream:
+                    completion = output.outputs[0]
+                    tokens += len(completion.token_ids)
+                    prefill = queue = None
+                    if first:
+                        first = False
+                        prefill = self._finish_reading(request, reading, output)
+                        queue = _queued_seconds(output)
+                    yield Delta(
+                        text=completion.text,
+                        tokens=tokens,
+                        finish_reason=completion.finish_reason,
+                        prefill=prefill,
+                        queue=queue,
+                        logprobs=_plain_logprobs(completion.logprobs),
+                    )
+            except Exception as error:
+                raise self._translate(error) from error
+            finally:
+                await stream.aclose()  # type: ignore[attr-defined]
+
+    async def prefill(self, request: Request) -> Prefill:
+        result = Prefill(len(request.prompt))
+        one = replace(request, sampling=replace(request.sampling, max_tokens=1))
+        async for delta in self.generate(one):
+            result = delta.prefill or result
+        return result
+
+    async def progress(self, request_id: str) -> Progress | None:
+        reading = self._reading.get(request_id)
+        if reading is None:
+            return None
+        is_next = next(iter(self._reading)) == request_id
+        return Progress(started=is_next, done=reading.done, total=reading.total)
+
+    def plan(self, request: Request) -> Plan:
+        cached = self._cache.cached_tokens(request.salt, request.prompt)
+        computed = len(request.prompt) - cached
+        own = self._speed.estimate(computed, cached)
+        before = [self._speed.estimate(other.total - other.done, other.done) for other in self._reading.values()]
+        eta = None if own is None else own + sum(seconds or 0.0 for seconds in before)
+        return Plan(path=_path(len(request.prompt), cached), tokens_to_compute=computed, eta_s=eta)
+
+    def count_tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+        chat = [{"role": m.role, "content": self._disarm(m.content)} for m in messages]
+        ids = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return list(ids)
+
+    @property
+    def limits(self) -> Limits:
+        budget = self._config.token_budget or (_CPU_TOKEN_BUDGET if _on_cpu() else _GPU_TOKEN_BUDGET)
+        return Limits(window=self._window, token_budget=budget, max_pending=self._config.max_pending)
+
+    @property
+    def state(self) -> State:
+        if self._state.ready and (self._llm is None or self._llm.errored):
+            return State("down", self._cause_of_death())
+        return self._state
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(pending=len(self._pending), kv_tokens=self._kv_tokens if self._llm else None)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self._folder.name, cached_tokens=True, salts=True, logprobs=True, sparse=False, progress=True)
+
+    # --- start ---
+
+    @cached_property
+    def _folder(self) -> ModelFolder:
+        return resolve_model(self._config.model, self._config.models_dir.expanduser())
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder.source)
+
+    @cached_property
+    def _control_tokens(self) -> dict[str, str]:
+        """Every control token and the same text with a zero-width space inside, which no tokenizer takes for it."""
+        return {token: token[0] + "\u200b" + token[1:] for token in self._tokenizer.all_special_tokens}
+
+    @cached_property
+    def _window(self) -> int:
+        if self._llm is not None:
+            return int(self._llm.model_config.max_model_len)
+        return self._config.max_model_len or self._folder.window or 8192
+
+    @cached_property
+    def _kv_tokens(self) -> int:
+        assert self._llm is not None
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+
+    @cached_property
+    def _cache(self) -> PrefixMemory:
+        assert self._llm is not None
+        return PrefixMemory(int(self._llm.vllm_config.cache_config.block_size), self._kv_tokens or self._window)
+
+    def _load(self) -> AsyncLLM:
+        """Start the engine's processes; blocks for as long as that takes."""
+        _require_vllm()
+        check_window(self._folder, self._config.max_model_len)
+        _set_environment(self._config, self._folder)
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            return AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=[self._step_logger()])
+        except Exception as error:
+            raise StartError(f"the engine did not start: {error}") from error
+
+    def _engine_args(self) -> AsyncEngineArgs:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        arguments: dict[str, Any] = {
+            "model": self._folder.source,
+            "served_model_name": self._folder.name,
+            "max_model_len": self._config.max_model_len,
+            "max_num_batched_tokens": self.limits.token_budget,
+            "max_num_seqs": self._config.max_running,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "enable_logging_iteration_details": True,
+            "seed": 0,
+        }
+        if _on_cpu():
+            arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
+        return AsyncEngineArgs(**arguments | dict(self._config.engine_args))
+
+    def _step_logger(self) -> Any:
+        """A vLLM stat logger that tells this engine how many prompt tokens each step has read."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class StepLogger(StatLoggerBase):  # type: ignore[misc]
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                """Nothing to set up; vLLM requires the signature."""
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                details = getattr(scheduler_stats, "iteration_details", None)
+                if details is not None:
+                    engine._advance(details.num_ctx_tokens)
+
+            def log_engine_initialized(self) -> None:
+                """Nothing to say."""
+
+        return StepLogger
+
+    async def _warm_up(self) -> None:
+        """Read two prompts of random tokens: pays one-time costs before the first question, and measures speed."""
+        vocabulary = len(self._tokenizer)
+        draw = random.Random(0)
+        for length in _WARM_UP_TOKENS:
+            prompt = [draw.randrange(vocabulary) for _ in range(min(length, self._window - 2))]
+            await self.prefill(Request(prompt=prompt, id=f"warm-up-{uuid.uuid4().hex}", salt=uuid.uuid4().hex))
+
+    # --- one request ---
+
+    def _admit(self, request: Request) -> AsyncLLM:
+        state = self.state
+        if not state.ready or self._llm is None:
+            raise EngineUnavailable(f"the engine is {state.phase}: {state.reason}")
+        if len(self._pending) >= self._config.max_pending:
+            raise Overloaded(f"{len(self._pending)} questions wait already; try again in a moment")
+        if len(request.prompt) + request.sampling.max_tokens > self._window:
+            raise PromptTooLong(len(request.prompt), request.sampling.max_tokens, self._window)
+        return self._llm
+
+    @contextlib.asynccontextmanager
+    async def _read(self, request: Request) -> AsyncIterator[_Reading]:
+        cached = self._cache.cached_tokens(request.salt, request.prompt)
+        reading = _Reading(total=len(request.prompt), done=cached, alone=not self._pending)
+        for other in self._reading.values():
+            other.alone = False
+        self._pending.add(request.id)
+        self._reading[request.id] = reading
+        try:
+            yield reading
+        finally:
+            self._pending.discard(request.id)
+            self._reading.pop(request.id, None)
+
+    def _advance(self, prompt_tokens: int) -> None:
+        """Credit a step's prompt tokens to the prompts being read: the scheduler serves them in order of admission."""
+        for reading in self._reading.values():
+            taken = min(prompt_tokens, reading.total - reading.done)
+            reading.done += taken
+            prompt_tokens -= taken
+            if not prompt_tokens:
+                return
+
+    def _finish_reading(self, request: Request, reading: _Reading, output: RequestOutput) -> Prefill:
+        self._reading.pop(request.id, None)
+        self._cache.add(request.salt, request.prompt)
+        cached = output.num_cached_tokens
+        if reading.alone and cached is not None and output.metrics is not None:
+            seconds = output.metrics.first_token_ts - output.metrics.scheduled_ts
+            self._speed.observe(reading.total - cached, cached, seconds)
+        path = _path(reading.total, cached) if cached is not None else "unknown"
+        return Prefill(prompt_tokens=reading.total, cached_tokens=cached, path=path, density=1.0)
+
+    def _disarm(self, text: str) -> str:
+        for token, harmless in self._control_tokens.items():
+            text = text.replace(token, harmless)
+        return text
+
+    # --- death ---
+
+    def _translate(self, error: Exception) -> ServingError:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError) or (self._llm is not None and self._llm.errored):
+            return EngineDied(f"{self._cause_of_death()} while it worked on this question; ask again in a minute")
+        return ServingError(f"the engine refused the request: {error}")
+
+    def _cause_of_death(self) -> str:
+        gone = [str(process.pid) for process in self._processes if not _alive(process)]
+        return f"an engine process ended unexpectedly (pid {', '.join(gone) or 'unknown'})"
+
+
+def _path(prompt_tokens: int, cached_tokens: int) -> PrefillPath:
+    return "warm" if cached_tokens * 2 >= prompt_tokens else "exact"
+
+
+def _tokens_input(request: Request) -> Any:
+    from vllm.inputs import tokens_input
+
+    return tokens_input(list(request.prompt), cache_salt=request.salt)
+
+
+def _sampling_params(sampling: Sampling) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        stop=list(sampling.stop),
+        logprobs=sampling.logprobs,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _queued_seconds(output: RequestOutput) -> float | None:
+    metrics = output.metrics
+    return None if metrics is None else max(0.0, metrics.scheduled_ts - metrics.queued_ts)
+
+
+def _plain_logprobs(logprobs: Any) -> list[dict[int, float]] | None:
+    if not logprobs:
+        return None
+    return [{token: entry.logprob for token, entry in position.items()} for position in logprobs]
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineMissing(
+            "no vLLM is installed; install the CPU build with 'pip install foreword[cpu]' "
+            "or the CUDA build with 'pip install foreword[gpu]'"
+        )
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise EngineMissing(
+            "the installed vLLM finds no device: the CUDA build needs an NVIDIA driver; "
+            "without a GPU install the CPU build with 'pip install foreword[cpu]'"
+        )
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _set_environment(config: EngineConfig, folder: ModelFolder) -> None:
+    """vLLM and its children read these; what the user has set stands."""
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": config.log_level,
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not folder.on_hub:
+        defaults["HF_HUB_OFFLINE"] = "1"
+    if _on_cpu():
+        cores = sorted(os.sched_getaffinity(0))
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_gib or _kv_gib(folder, config.max_model_len))
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _kv_gib(folder: ModelFolder, max_model_len: int | None) -> int:
+    """KV space on a CPU in GiB: room for some whole windows, at most a quarter of the free memory, at least one."""
+    allowed = int(psutil.virtual_memory().available * _KV_SHARE_OF_FREE_MEMORY / 2**30)
+    window = max_model_len or folder.window
+    if window is None or folder.kv_bytes_per_token is None:
+        return max(1, allowed)
+    wanted = -(-folder.kv_bytes_per_token * window * _KV_WINDOWS // 2**30)
+    return max(1, min(wanted, allowed))
+
+
+def _engine_processes() -> list[psutil.Process]:
+    """vLLM's children of this process, known by the titles they give themselves."""
+    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM::")]
+
+
+def _alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Kill what an engine left behind; a worker can outlive a core that was killed."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
