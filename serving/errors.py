@@ -1,13 +1,13 @@
 """What can go wrong with the model.
 
-    ServingError
-    ├── StartError            the engine cannot start as configured; the message says what to change
-    │   ├── EngineMissing     no vLLM build is installed
-    │   └── ModelUnusable     the model folder is missing, incomplete or does not fit the settings
-    ├── EngineUnavailable     starting, restarting, stopped or given up
-    ├── EngineDied            the engine was lost while it worked on this request
-    ├── Overloaded            too many requests wait already
-    └── PromptTooLong         the prompt and its answer do not fit the model's window
+ServingError
+├── StartError            the engine cannot start as configured; the message says what to change
+│   ├── EngineMissing     no vLLM build is installed
+│   └── ModelUnusable     the model folder is missing, incomplete or does not fit the settings
+├── EngineUnavailable     starting, restarting, stopped or given up
+├── EngineDied            the engine was lost while it worked on this request
+├── Overloaded            too many requests wait already
+└── PromptTooLong         the prompt and its answer do not fit the model's window
 """
 
 

@@ -182,7 +182,9 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(self._folder.name, cached_tokens=True, salts=True, logprobs=True, sparse=False, progress=True)
+        return Capabilities(
+            self._folder.name, cached_tokens=True, salts=True, logprobs=True, sparse=False, progress=True
+        )
 
     # --- start ---
 

@@ -1,0 +1,1 @@
+"""The web face, the command line, and the only place where the parts are joined."""

@@ -1,0 +1,379 @@
+"""The path of a question: redact -> choose documents or passages -> prompt -> engine -> cited events.
+
+The use case itself, free of HTTP, so that what is measured is exactly what users get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Literal
+
+from app.citations import Citation, Evidence, cite
+from app.prompt import VERSION, Excerpt, Source, build_messages
+from app.services import Services
+from retrieval.catalogue import READABLE, Document, StoredPage
+from retrieval.search import Section, search
+from serving.engine import Delta, Plan, Prefill, Request, Sampling
+from serving.errors import EngineUnavailable, Overloaded, PromptTooLong
+
+Mode = Literal["auto", "whole", "retrieve"]
+
+_PROGRESS_EVERY_S = 1.0
+
+
+class AskError(Exception):
+    """The question cannot be answered as asked; the message says why.
+
+    AskError
+    ├── NoDocuments   the scope holds no document
+    └── NotReady      a document of the scope cannot be read yet, or never
+    """
+
+
+class NoDocuments(AskError):
+    """The scope holds no document."""
+
+
+class NotReady(AskError):
+    """A document of the scope cannot be read yet, or never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question and its scope: `documents` by id, or every ready document of `collection`."""
+
+    question: str
+    documents: tuple[str, ...] = ()
+    collection: str = "default"
+    mode: Mode = "auto"
+    acceleration: Literal["auto", "off"] = "auto"
+    max_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentUsed:
+    id: str
+    name: str
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassageUsed:
+    document: str
+    name: str
+    page: int
+    score: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the model is given, sent before it starts to read."""
+
+    mode: Literal["whole", "retrieve"]
+    documents: tuple[DocumentUsed, ...]
+    passages: tuple[PassageUsed, ...]
+    prompt_tokens: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How far the prompt has been read; `phase` is `queued` until its own reading has begun."""
+
+    phase: Literal["queued", "prefill"]
+    tokens_done: int
+    tokens_total: int
+    elapsed_s: float
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Citations:
+    citations: tuple[Citation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds. `ttft` runs from the request's arrival to the first non-empty text, `engine_ttft` is the engine's part."""
+
+    queue: float | None = None
+    redact: float = 0.0
+    retrieve: float = 0.0
+    assemble: float = 0.0
+    engine_ttft: float | None = None
+    ttft: float | None = None
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    answer: str
+    finish_reason: str | None
+    usage: Usage
+    timings: Timings
+    prefill: Prefill
+
+
+Event = Context | Reading | Token | Citations | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A question whose prompt is ready to be sent."""
+
+    question: str
+    request: Request
+    context: Context
+    evidence: tuple[Evidence, ...]
+    received: float
+    timings: Timings = field(default_factory=Timings)
+
+
+async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepared:
+    """Everything up to the engine: whatever is wrong with the question comes out here.
+
+    Args:
+        received: `time.perf_counter()` when the request arrived.
+
+    Raises:
+        NoDocuments, NotReady, UnknownDocument: the scope cannot be read.
+        PromptTooLong: `mode=whole` and the documents do not fit.
+        EngineUnavailable, Overloaded: the engine takes no requests now.
+    """
+    _require_free_engine(services)
+    timings = Timings()
+    documents = await asyncio.to_thread(_documents, ask, services)
+
+    started = time.perf_counter()
+    question = (await asyncio.to_thread(services.redact, ask.question)).text
+    timings.redact = time.perf_counter() - started
+
+    whole = ask.mode == "whole" or (ask.mode == "auto" and _may_fit(documents, ask, services))
+    prompt: list[int] = []
+    sections: list[Section] = []
+    pages: list[StoredPage] = []
+    if whole:
+        started = time.perf_counter()
+        pages = await asyncio.to_thread(_pages, documents, services)
+        prompt = await asyncio.to_thread(_render, _whole_sources(documents, pages), question, services)
+        timings.assemble = time.perf_counter() - started
+        if _too_long(prompt, ask, services):
+            if ask.mode == "whole":
+                raise PromptTooLong(len(prompt), ask.max_tokens, services.engine.limits.window)
+            whole = False
+    if not whole:
+        started = time.perf_counter()
+        sections = await asyncio.to_thread(_retrieve, question, documents, services)
+        timings.retrieve = time.perf_counter() - started
+        started = time.perf_counter()
+        sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, question, ask, services)
+        timings.assemble += time.perf_counter() - started
+
+    request = Request(
+        prompt=prompt,
+        id=f"ask-{uuid.uuid4().hex}",
+        salt=_salt(ask, documents, services),
+        sampling=Sampling(max_tokens=ask.max_tokens),
+        prefill="exact" if ask.acceleration == "off" else "auto",
+    )
+    names = {document.id: document.name for document in documents}
+    context = Context(
+        mode="whole" if whole else "retrieve",
+        documents=tuple(DocumentUsed(d.id, d.name, d.pages) for d in documents),
+        passages=tuple(
+            PassageUsed(s.document, names[s.document], s.page, round(s.score, 4), s.tokens) for s in sections
+        ),
+        prompt_tokens=len(prompt),
+        plan=services.engine.plan(request),
+    )
+    evidence = _whole_evidence(documents, pages) if whole else _section_evidence(names, sections, services)
+    return Prepared(question, request, context, tuple(evidence), received, timings)
+
+
+async def answer(prepared: Prepared, services: Services) -> AsyncIterator[Event]:
+    """Answer a prepared question. Closing the iterator aborts the request in the engine.
+
+    Raises:
+        ServingError: the engine failed.
+    """
+    timings = prepared.timings
+    text = ""
+    tokens = 0
+    finish_reason = None
+    prefill = Prefill(len(prepared.request.prompt))
+    yield prepared.context
+    async with services.turn(prepared.request):
+        sent = time.perf_counter()
+        async for item in _with_progress(prepared, services, sent):
+            if isinstance(item, Reading):
+                yield item
+                continue
+            tokens, finish_reason = item.tokens, item.finish_reason or finish_reason
+            if item.prefill is not None:
+                prefill, timings.queue = item.prefill, item.queue
+            if item.text:
+                if timings.ttft is None:
+                    now = time.perf_counter()
+                    timings.engine_ttft, timings.ttft = now - sent, now - prepared.received
+                text += item.text
+                yield Token(item.text)
+    yield Citations(tuple(await asyncio.to_thread(cite, text, prepared.question, prepared.evidence)))
+    timings.total = time.perf_counter() - prepared.received
+    usage = Usage(prefill.prompt_tokens, tokens, prefill.prompt_tokens + tokens)
+    services.metrics.answered(prefill.path, timings.ttft, timings.total)
+    yield Done(text, finish_reason, usage, timings, prefill)
+
+
+async def _with_progress(prepared: Prepared, services: Services, sent: float) -> AsyncIterator[Delta | Reading]:
+    """The engine's deltas, and before the first one a report at most every second."""
+    stream = services.engine.generate(prepared.request)
+    first = asyncio.ensure_future(anext(stream, None))
+    try:
+        while not (await asyncio.wait({first}, timeout=_PROGRESS_EVERY_S))[0]:
+            if (reading := await _reading(prepared, services, time.perf_counter() - sent)) is not None:
+                yield reading
+        if (delta := first.result()) is not None:
+            yield delta
+            async for delta in stream:
+                yield delta
+    finally:
+        # Cancelling the pending step closes the stream at the engine, which aborts the request.
+        first.cancel()
+        await asyncio.wait({first})
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def _reading(prepared: Prepared, services: Services, elapsed: float) -> Reading | None:
+    progress = await services.engine.progress(prepared.request.id)
+    if progress is None:
+        return None
+    plan = prepared.context.plan
+    left = (progress.total - progress.done) / max(1, plan.tokens_to_compute)
+    return Reading(
+        phase="prefill" if progress.started else "queued",
+        tokens_done=progress.done,
+        tokens_total=progress.total,
+        elapsed_s=round(elapsed, 2),
+        eta_s=None if plan.eta_s is None else round(plan.eta_s * left, 2),
+    )
+
+
+def _require_free_engine(services: Services) -> None:
+    engine = services.engine
+    if not engine.state.ready:
+        raise EngineUnavailable(f"the engine is {engine.state.phase}: {engine.state.reason}")
+    if engine.stats.pending >= engine.limits.max_pending:
+        raise Overloaded(f"{engine.stats.pending} questions wait already; try again in a moment")
+
+
+def _documents(ask: Ask, services: Services) -> list[Document]:
+    """The documents of the scope, oldest first, so that the same scope always makes the same prefix."""
+    if ask.documents:
+        documents = [services.catalogue.get(id) for id in dict.fromkeys(ask.documents)]
+        for document in documents:
+            if document.status not in READABLE:
+                state = document.status if document.status in ("failed", "cancelled") else "still being read"
+                why = f": {document.reason}" if document.reason else ""
+                raise NotReady(f"document {document.id!r} is {state}{why}")
+    else:
+        documents = services.catalogue.list(ask.collection, READABLE)
+    if not documents:
+        raise NoDocuments(f"collection {ask.collection!r} has no document that can be read; upload one first")
+    return sorted(documents, key=lambda document: (document.created_at, document.id))
+
+
+def _may_fit(documents: Sequence[Document], ask: Ask, services: Services) -> bool:
+    """Whether the pages alone leave room, before anything is read or rendered."""
+    return sum(document.tokens or 0 for document in documents) + ask.max_tokens < services.engine.limits.window
+
+
+def _pages(documents: Sequence[Document], services: Services) -> list[StoredPage]:
+    return [page for document in documents for page in services.catalogue.pages(document.id)]
+
+
+def _render(sources: Sequence[Source], question: str, services: Services) -> list[int]:
+    return services.engine.render_chat(build_messages(sources, question))
+
+
+def _too_long(prompt: Sequence[int], ask: Ask, services: Services) -> bool:
+    return len(prompt) + ask.max_tokens > services.engine.limits.window
+
+
+def _retrieve(question: str, documents: Sequence[Document], services: Services) -> list[Section]:
+    return search(
+        question,
+        [document.id for document in documents],
+        embedder=services.embedder,
+        vectors=services.vectors,
+        catalogue=services.catalogue,
+        count_tokens=services.engine.count_tokens,
+        token_budget=int(services.engine.limits.window * services.settings.retrieve_share),
+        limit=services.settings.retrieve_limit,
+    )
+
+
+def _fit_sections(
+    sections: list[Section], documents: Sequence[Document], question: str, ask: Ask, services: Services
+) -> tuple[list[Section], list[int]]:
+    """Drop the weakest sections until the prompt fits; with none left, the question itself is too long."""
+    while True:
+        prompt = _render(_section_sources(documents, sections), question, services)
+        if not _too_long(prompt, ask, services):
+            return sections, prompt
+        if not sections:
+            raise PromptTooLong(len(prompt), ask.max_tokens, services.engine.limits.window)
+        weakest = min(sections, key=lambda section: section.score)
+        sections = [section for section in sections if section is not weakest]
+
+
+def _whole_sources(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Source]:
+    return [
+        Source(document.name, tuple(Excerpt(p.number, p.text) for p in pages if p.document == document.id))
+        for document in documents
+    ]
+
+
+def _section_sources(documents: Sequence[Document], sections: Sequence[Section]) -> list[Source]:
+    sources = []
+    for document in documents:
+        excerpts = tuple(Excerpt(s.page, s.text) for s in sections if s.document == document.id)
+        if excerpts:
+            sources.append(Source(document.name, excerpts))
+    return sources
+
+
+def _whole_evidence(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Evidence]:
+    names = {document.id: document.name for document in documents}
+    return [Evidence(p.document, names[p.document], p.number, p.label, p.text) for p in pages]
+
+
+def _section_evidence(names: dict[str, str], sections: Sequence[Section], services: Services) -> list[Evidence]:
+    labels = {(s.document, s.page): services.catalogue.page(s.document, s.page).label for s in sections}
+    return [Evidence(s.document, names[s.document], s.page, labels[s.document, s.page], s.text) for s in sections]
+
+
+def _salt(ask: Ask, documents: Sequence[Document], services: Services) -> str:
+    """The cache namespace: keyed, so that nobody can guess it, and fresh when nothing may be read from the cache."""
+    if ask.acceleration == "off":
+        return uuid.uuid4().hex
+    parts = "\n".join([VERSION, services.engine.capabilities.model, "exact", *(d.id for d in documents)])
+    return hmac.new(services.key, parts.encode(), sha256).hexdigest()

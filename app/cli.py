@@ -1,0 +1,347 @@
+"""`foreword`: the command line. Every command is a client of the HTTP API, so it does what the API does.
+
+Other packages add subcommands through the entry-point group `foreword.commands`; each entry is a `typer.Typer`.
+Heavy modules are imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Coroutine
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from app.client import Client
+    from app.services import Services
+    from app.settings import Settings
+
+cli = typer.Typer(
+    name="foreword", no_args_is_help=True, add_completion=False, help="Questions about long documents, answered sooner."
+)
+_out = Console()
+_err = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Collection = Annotated[str, typer.Option("--collection", "-c", help="The collection to use.")]
+
+
+class OnDuplicate(StrEnum):
+    """What to do with a file that is there already."""
+
+    skip = "skip"
+    replace = "replace"
+    version = "version"
+
+
+class Mode(StrEnum):
+    """How documents go into the prompt."""
+
+    auto = "auto"
+    whole = "whole"
+    retrieve = "retrieve"
+
+
+@cli.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    model: Annotated[str | None, typer.Option(help="'packaged', a folder, or a Hugging Face id.")] = None,
+) -> None:
+    """Start the service."""
+    from app import log
+    from app.server import serve as run
+
+    settings = _settings(host=host, port=port, model=model)
+    log.configure()
+    started = time.monotonic()
+
+    def ready(url: str, services: Services) -> None:
+        name = services.engine.capabilities.model
+        seconds = time.monotonic() - started
+        print(f"foreword is ready to answer at {url} (model {name}, started in {seconds:.0f} s)", flush=True)
+
+    _say("starting; loading the models takes about a minute")
+    _run(run(settings, ready))
+
+
+@cli.command()
+def prepare() -> None:
+    """Prepare the default model once; later calls only check it."""
+    from serving.model import PACKAGED, resolve_model
+
+    settings = _settings()
+
+    async def work() -> None:
+        started = time.monotonic()
+        _say("preparing the default model, once, about 25 s")
+        folder = await asyncio.to_thread(resolve_model, PACKAGED, settings.folder / "models")
+        _say(f"the default model is in {folder.source} ({time.monotonic() - started:.0f} s)")
+
+    _run(work())
+
+
+@cli.command()
+def ingest(
+    paths: Annotated[list[Path], typer.Argument(help="Files, or folders of .txt, .md and .pdf files.")],
+    collection: Collection = "default",
+    on_duplicate: Annotated[OnDuplicate, typer.Option(help="What to do with bytes that are there.")] = OnDuplicate.skip,
+    as_json: AsJson = False,
+) -> None:
+    """Take documents in and wait until they can be asked about."""
+    files = _files(paths)
+
+    async def work(client: Client) -> None:
+        failed = 0
+        documents = []
+        for file in files:
+            document = await _ingest(client, file, collection, on_duplicate)
+            failed += document["status"] not in ("ready", "partial")
+            documents.append(document)
+        if as_json:
+            _print_json({"documents": documents})
+        if failed:
+            raise typer.Exit(1)
+
+    _with_client(work, needs_engine=False)
+
+
+@cli.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    document: Annotated[list[str] | None, typer.Option("--document", "-d", help="Id of a document to read.")] = None,
+    collection: Collection = "default",
+    mode: Annotated[Mode, typer.Option(help="Read documents whole, or only the best passages.")] = Mode.auto,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    exact: Annotated[bool, typer.Option("--exact", help="No acceleration, nothing read from the cache.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a question about documents."""
+    body = {
+        "question": question,
+        "documents": document or [],
+        "collection": collection,
+        "mode": mode.value,
+        "acceleration": "off" if exact else "auto",
+        "max_tokens": max_tokens,
+    }
+
+    async def work(client: Client) -> None:
+        if as_json:
+            _print_json(await client.json("POST", "/v1/ask", json=body | {"stream": False}))
+        else:
+            await _ask(client, body)
+
+    _with_client(work, needs_engine=True)
+
+
+@cli.command("list")
+def list_documents(
+    collection: Annotated[str | None, typer.Option("--collection", "-c", help="Only this collection.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the documents."""
+
+    async def work(client: Client) -> None:
+        body = await client.json("GET", "/v1/documents", params={"collection": collection} if collection else {})
+        if as_json:
+            _print_json(body)
+            return
+        table = Table("id", "name", "collection", "status", "pages", "tokens", "redacted")
+        for found in body["documents"]:
+            numbers = (found["pages"], found["tokens"] or "", sum(found["entities"].values()))
+            table.add_row(found["id"], found["name"], found["collection"], found["status"], *map(str, numbers))
+        _out.print(table if body["documents"] else "no documents yet; add some with: foreword ingest FILE")
+
+    _with_client(work, needs_engine=False)
+
+
+@cli.command()
+def show(id: Annotated[str, typer.Argument(help="Id of the document.")], as_json: AsJson = False) -> None:
+    """Show one document."""
+
+    async def work(client: Client) -> None:
+        body = await client.json("GET", f"/v1/documents/{id}")
+        if as_json:
+            _print_json(body)
+            return
+        for name, value in body.items():
+            _out.print(f"{name:>11}  {value if value is not None else '-'}", markup=False, highlight=False)
+
+    _with_client(work, needs_engine=False)
+
+
+@cli.command()
+def delete(ids: Annotated[list[str], typer.Argument(help="Ids of the documents.")]) -> None:
+    """Delete documents with their pages, chunks and vectors."""
+
+    async def work(client: Client) -> None:
+        for id in ids:
+            await client.json("DELETE", f"/v1/documents/{id}")
+            _say(f"deleted {id}")
+
+    _with_client(work, needs_engine=False)
+
+
+async def _ingest(client: Client, file: Path, collection: str, on_duplicate: OnDuplicate) -> Any:
+    """Upload one file and follow it to the end; returns the document."""
+    from app.client import RequestFailed
+
+    try:
+        data = await asyncio.to_thread(file.read_bytes)
+        accepted = await client.json(
+            "POST",
+            "/v1/documents",
+            files={"files": (file.name, data)},
+            data={"collection": collection, "on_duplicate": on_duplicate.value},
+        )
+    except (OSError, RequestFailed) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        _say(f"{file}: {reason}")
+        return {"name": str(file), "status": "failed", "reason": reason}
+    taken = accepted["documents"][0]
+    document: Any = {}
+    with _bar() as bar:
+        task = bar.add_task(file.name, total=None)
+        stage = ""
+        async for _, document in client.events("GET", f"/v1/documents/{taken['id']}/events"):
+            progress = document["progress"]
+            if progress is None:
+                continue
+            bar.update(
+                task,
+                description=f"{file.name}: {progress['stage']}",
+                completed=progress["done"],
+                total=progress["total"],
+            )
+            if not _err.is_terminal and progress["stage"] != stage:
+                stage = progress["stage"]
+                _say(f"{file.name}: {stage}")
+    known = " (it was there already)" if taken["duplicate"] else ""
+    reason = f": {document['reason']}" if document["reason"] else ""
+    _say(f"{file.name}: {document['status']}{known}{reason} - {taken['id']}, {document['pages']} pages")
+    return document
+
+
+async def _ask(client: Client, body: dict[str, Any]) -> None:
+    """Stream one answer to the terminal; everything but the answer goes to standard error."""
+    with _bar() as bar:
+        task = None
+        async for name, data in client.events("POST", "/v1/ask", json=body):
+            if name == "context":
+                plan = data["plan"]
+                eta = f", about {plan['eta_s']:.0f} s" if plan["eta_s"] else ""
+                text = f"reading {plan['tokens_to_compute']:,} tokens{eta}"
+                task = bar.add_task(text, total=data["prompt_tokens"])
+                if not _err.is_terminal:
+                    _say(text)
+            elif name == "progress" and task is not None:
+                bar.update(task, completed=data["tokens_done"])
+            elif name == "token":
+                bar.stop()
+                print(data["text"], end="", flush=True)
+            elif name == "citations":
+                print()
+                for number, citation in enumerate(data["citations"], start=1):
+                    where = f"{citation['name']}, page {citation['page']}"
+                    _err.print(f"  [{number}] {where}: {citation['quote']}", markup=False, highlight=False)
+            elif name == "done":
+                timings, prefill = data["timings"], data["prefill"]
+                first = "no text" if timings["ttft"] is None else f"first text after {timings['ttft']:.2f} s"
+                cached = "?" if prefill["cached_tokens"] is None else f"{prefill['cached_tokens']:,}"
+                _say(
+                    f"{first}, total {timings['total']:.2f} s; {prefill['prompt_tokens']:,} prompt tokens, "
+                    f"{cached} cached, {prefill['path']}"
+                )
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal)
+
+
+def _files(paths: list[Path]) -> list[Path]:
+    """The files that the paths name; a folder stands for the documents directly in it."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise typer.BadParameter(f"there is no file or folder {str(path)!r}", param_hint="PATHS")
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.suffix.lower() in (".txt", ".md", ".pdf"))
+            if not found:
+                raise typer.BadParameter(f"{str(path)!r} holds no .txt, .md or .pdf file", param_hint="PATHS")
+            files += found
+        else:
+            files.append(path)
+    return files
+
+
+def _settings(**overrides: Any) -> Settings:
+    from app.settings import SettingsError, load_settings
+
+    try:
+        return load_settings(**overrides)
+    except SettingsError as error:
+        _say(str(error))
+        raise typer.Exit(2) from error
+
+
+def _with_client(work: Any, *, needs_engine: bool) -> None:
+    from app import log
+    from app.client import connect
+
+    settings = _settings()
+    log.configure(logging.WARNING)
+
+    async def run() -> None:
+        async with connect(settings, needs_engine=needs_engine, say=_say) as client:
+            await work(client)
+
+    _run(run())
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end; a foreseeable failure is one sentence and exit code 1."""
+    from app.client import RequestFailed
+    from app.server import ListenError
+    from retrieval.errors import RetrievalError
+    from serving.errors import ServingError
+
+    try:
+        asyncio.run(work)
+    except (RequestFailed, ListenError, RetrievalError, ServingError) as error:
+        _say(str(error))
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _say(text: str) -> None:
+    _err.print(f"foreword: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_json(data: Any) -> None:
+    json.dump(data, sys.stdout, ensure_ascii=False, indent=2)
+    print()
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for entry in metadata.entry_points(group="foreword.commands"):
+        cli.add_typer(entry.load(), name=entry.name)
+    cli()
+
+
+if __name__ == "__main__":
+    main()

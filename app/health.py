@@ -1,0 +1,52 @@
+"""`/health`, `/ready`, `/metrics` and the web page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+from app.services import Services
+
+WEB = Path(__file__).parent / "web"
+# The page uses nothing from elsewhere, and untrusted text can never become script.
+_POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+
+router = APIRouter(tags=["service"])
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """200 as long as the process serves."""
+    return {"service": "foreword"}
+
+
+@router.get("/ready", responses={503: {"description": "with the reason"}})
+async def ready(request: Request) -> JSONResponse:
+    """200 when a question can be answered."""
+    services: Services = request.app.state.services
+    state = services.engine.state
+    if not state.ready:
+        return JSONResponse({"ready": False, "phase": state.phase, "reason": state.reason or state.phase}, 503)
+    body: dict[str, Any] = {
+        "ready": True,
+        "model": services.engine.capabilities.model,
+        "max_model_len": services.engine.limits.window,
+    }
+    return JSONResponse(body)
+
+
+@router.get("/metrics", response_class=Response)
+def metrics(request: Request) -> Response:
+    """Prometheus text: the service's own counters, then the engine's."""
+    services: Services = request.app.state.services
+    # vLLM registers its metrics in the process-wide registry.
+    return Response(generate_latest(services.registry) + generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> FileResponse:
+    return FileResponse(WEB / "index.html", headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})

@@ -1,0 +1,139 @@
+"""Runs the service: claims the port first, serves at once, loads the models meanwhile, stops everything in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+
+import uvicorn
+
+from app.main import create_app
+from app.services import Services, build_services
+from app.settings import Settings
+from serving.model import PACKAGED, packaged_folder
+
+_GRACE_S = 3
+# Nothing leaves the machine: no usage statistics, no tracing, no look-ups.
+_SILENCE = {
+    "ANONYMIZED_TELEMETRY": "False",
+    "DO_NOT_TRACK": "1",
+    "LANGCHAIN_TRACING_V2": "false",
+    "LANGSMITH_TRACING": "false",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message says what to do."""
+
+
+@contextlib.asynccontextmanager
+async def running(settings: Settings, *, with_engine: bool = True) -> AsyncIterator[tuple[str, Services]]:
+    """A started service and its address, for as long as the context is open.
+
+    Raises:
+        ListenError: the address is taken or not ours.
+        StorageFailed, ReindexNeeded: the data folder cannot be used.
+        StartError: the engine cannot start as configured.
+    """
+    async with _serving(settings) as (url, services, _):
+        await services.start(with_engine=with_engine)
+        yield url, services
+
+
+async def serve(settings: Settings, when_ready: Callable[[str, Services], None]) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        when_ready: called with the address once a question can be answered.
+
+    Raises:
+        as `running`.
+    """
+    async with _serving(settings) as (url, services, ended):
+        starting = asyncio.create_task(services.start())
+        await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            when_ready(url, services)
+            await asyncio.wait({ended})
+        else:
+            # A signal came while the models were loading.
+            starting.cancel()
+            await asyncio.wait({starting})
+
+
+@contextlib.asynccontextmanager
+async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asyncio.Task[None]]]:
+    """Port, services and web server; the services are not started, but always stopped."""
+    silence(settings)
+    listener = _listen(settings.host, settings.port)
+    try:
+        _prepare_model(settings)
+        services = build_services(settings)
+        config = uvicorn.Config(
+            create_app(services),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        server = uvicorn.Server(config)
+        ended = asyncio.create_task(server.serve(sockets=[listener]), name="web server")
+        try:
+            host, port = listener.getsockname()[:2]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}", services, ended
+        finally:
+            server.should_exit = True
+            await asyncio.wait({ended})
+            await services.stop()
+    finally:
+        listener.close()
+
+
+def silence(settings: Settings) -> None:
+    """Switch off everything in our parts that would call home; what the user has set stands."""
+    for name, value in _SILENCE.items():
+        os.environ.setdefault(name, value)
+    if not any(_may_be_on_hub(model) for model in (settings.model, settings.embedding_model)):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _may_be_on_hub(model: str) -> bool:
+    return model.count("/") == 1 and not os.path.isdir(os.path.expanduser(model))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(
+                f"port {port} of {host} is in use; stop the other service or choose another port with --port"
+            ) from error
+        raise ListenError(f"cannot listen on {host}:{port} ({error.strerror}); set --host and --port") from error
+    return listener
+
+
+def _prepare_model(settings: Settings) -> None:
+    """Prepare the packaged model in a process of its own, so that this one never holds the full weights."""
+    if settings.engine != "vllm" or settings.model != PACKAGED:
+        return
+    with contextlib.suppress(Exception):
+        if (packaged_folder(settings.folder / "models") / "config.json").is_file():
+            return
+    command = [sys.executable, "-m", "app.cli", "prepare"]
+    subprocess.run(command, env=os.environ | {"FOREWORD_DATA_DIR": str(settings.folder)}, check=False)

@@ -1,0 +1,155 @@
+"""Settings become parts: the only file that picks implementations, and the order in which they start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from app.metrics import Metrics
+from app.settings import Settings
+from ingest.jobs import Jobs
+from ingest.pipeline import IngestConfig, Pipeline
+from ingest.redact import Redacted, Redactor, load_key, presidio
+from ingest.workers import Workers
+from retrieval.catalogue import Catalogue
+from retrieval.embed import Embedder
+from retrieval.errors import StorageFailed
+from retrieval.vectors import Vectors
+from serving.engine import Engine, Request
+from serving.scripted_engine import Script, ScriptedEngine
+from serving.supervisor import SupervisedEngine
+from serving.vllm_engine import VllmEngine
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """Every part of a running service."""
+
+    settings: Settings
+    key: bytes
+    catalogue: Catalogue
+    vectors: Vectors
+    embedder: Embedder
+    workers: Workers
+    jobs: Jobs
+    engine: Engine
+    metrics: Metrics
+    registry: CollectorRegistry
+    lock: IO[str]
+    _exact_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(self, *, with_engine: bool = True) -> None:
+        """Load the small models, then begin to work on uploads and load the engine.
+
+        Raises:
+            StartError: the engine cannot start as configured.
+        """
+        # Both load torch and its kin; one after the other keeps the peak of memory and of start-up time low.
+        await asyncio.to_thread(lambda: self.embedder.window)
+        await asyncio.to_thread(self.redact, "warm-up")
+        await self.jobs.start()
+        if with_engine:
+            await self.engine.start()
+
+    async def stop(self) -> None:
+        """Stop in the opposite order; safe after a failed start."""
+        await self.jobs.stop()
+        self.workers.close()
+        await self.engine.stop()
+        self.vectors.close()
+        self.catalogue.close()
+        self.lock.close()
+
+    def redact(self, text: str) -> Redacted:
+        """A question or a file name without personal data; blocks."""
+        return self._redactor.redact(text)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, request: Request) -> AsyncIterator[None]:
+        """Requests that must not be accelerated are served one at a time; the others at once."""
+        if request.prefill == "exact":
+            async with self._exact_turn:
+                yield
+        else:
+            yield
+
+    @cached_property
+    def _redactor(self) -> Redactor:
+        return Redactor(presidio(self.settings.ner_model), self.key)
+
+
+def build_services(settings: Settings, engine: Engine | None = None) -> Services:
+    """Open the data folder and make every part; nothing heavy is loaded yet.
+
+    Args:
+        engine: used instead of the one that the settings name.
+
+    Raises:
+        StorageFailed: the data folder cannot be used, or another process owns it.
+        ReindexNeeded: the stored vectors were made by another embedding model.
+    """
+    folder = settings.folder
+    lock = _own(folder)
+    key_file = folder / "redaction.key"
+    key = load_key(key_file)
+    catalogue = Catalogue(settings.catalogue_url)
+    embedder = Embedder(settings.embedding_model)
+    vectors = Vectors(folder / "vectors", embedder)
+    workers = Workers()
+    engine = engine or _engine(settings)
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    pipeline = Pipeline(
+        config=IngestConfig(key_file, settings.ner_model, settings.chunk_tokens),
+        workers=workers,
+        embedder=embedder,
+        vectors=vectors,
+        catalogue=catalogue,
+        count_tokens=engine.count_tokens,
+    )
+    jobs = Jobs(pipeline, on_end=metrics.ingested)
+    return Services(settings, key, catalogue, vectors, embedder, workers, jobs, engine, metrics, registry, lock)
+
+
+def _engine(settings: Settings) -> Engine:
+    if settings.engine == "scripted":
+        script = Script(first_token_s=settings.scripted_first_token_s, gap_s=settings.scripted_gap_s)
+        return ScriptedEngine(script)
+    return SupervisedEngine(lambda: VllmEngine(settings.engine_config))
+
+
+def _own(folder: Path) -> IO[str]:
+    """Lock the data folder for this process; the lock ends with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / "lock").open("a+")
+    except OSError as error:
+        raise StorageFailed(
+            f"the data folder {str(folder)!r} cannot be written ({error.strerror}); set FOREWORD_DATA_DIR"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise StorageFailed(
+            f"the data folder {str(folder)!r} is in use by process {owner}; stop it, use its address, "
+            "or set another FOREWORD_DATA_DIR"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock

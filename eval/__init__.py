@@ -1,0 +1,1 @@
+"""Measures. Never imported by the service."""

@@ -1,0 +1,247 @@
+"""The queue of files on their way in: one at a time, in the background, with progress.
+
+Uploaded bytes wait in memory only, because nothing is written before it is redacted; the queue therefore bounds them.
+A file that was waiting when the service stopped has to be uploaded again, and its entry says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+import structlog
+
+from ingest.errors import IngestError, QueueFull
+from ingest.extract import MediaType
+from ingest.pipeline import Pipeline, ingest_document
+from retrieval.catalogue import FINAL, READABLE, Document, Status
+from retrieval.errors import RetrievalError, UnknownDocument
+
+log = structlog.get_logger(__name__)
+
+OnDuplicate = Literal["skip", "replace", "version"]
+_MAX_WAITING_BYTES = 500 * 2**20
+_INTERRUPTED = "the service stopped before it was done; upload the file again"
+_CANCELLED = "cancelled by the user"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A checked file. `name` is redacted; `digest` is a keyed digest of the bytes."""
+
+    name: str
+    media_type: MediaType
+    data: bytes
+    digest: str
+    collection: str
+    on_duplicate: OnDuplicate = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The document an upload became, or the one that already holds the same bytes."""
+
+    id: str
+    duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How far a running ingest is."""
+
+    stage: Status
+    done: int
+    total: int
+    unit: str
+
+
+class Jobs:
+    """Takes uploads and works them off."""
+
+    def __init__(self, pipeline: Pipeline, on_end: Callable[[Status, float], None] = lambda *_: None) -> None:
+        self._pipeline = pipeline
+        self._catalogue = pipeline.catalogue
+        self._on_end = on_end
+        self._waiting: OrderedDict[str, Upload] = OrderedDict()
+        self._stages: dict[str, Stage] = {}
+        self._current: tuple[str, asyncio.Task[None]] | None = None
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._worker: asyncio.Task[None] | None = None
+        self._adding = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Close the entries that an earlier run left open, and begin to work."""
+        for document in await asyncio.to_thread(self._catalogue.list):
+            if document.status not in FINAL:
+                await self._end(document.id, "failed", _INTERRUPTED)
+                await asyncio.to_thread(self._remove_parts, document.id)
+        self._worker = asyncio.create_task(self._work(), name="ingest")
+
+    async def stop(self) -> None:
+        """Stop at once; the running ingest and those that wait end as failed."""
+        if self._worker is None:
+            return
+        self._stopping = True
+        self._worker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._worker
+        self._worker = None
+        for id in list(self._waiting):
+            await self._end(id, "failed", _INTERRUPTED)
+        self._waiting.clear()
+
+    async def add(self, upload: Upload) -> Accepted:
+        """Enter a file into the catalogue and the queue.
+
+        Raises:
+            QueueFull: too many bytes wait already.
+        """
+        async with self._adding:
+            same = await asyncio.to_thread(self._catalogue.find_same, upload.collection, upload.digest)
+            if same is not None and upload.on_duplicate != "version":
+                return Accepted(same.id, duplicate=True)
+            waiting = sum(len(other.data) for other in self._waiting.values())
+            if self._waiting and waiting + len(upload.data) > _MAX_WAITING_BYTES:
+                raise QueueFull(f"{len(self._waiting)} files wait already; upload again when some are done")
+            id = f"d_{uuid.uuid4().hex[:16]}"
+            document = Document(
+                id=id,
+                name=upload.name,
+                collection=upload.collection,
+                media_type=upload.media_type,
+                bytes=len(upload.data),
+                digest=upload.digest,
+                created_at=datetime.now(UTC),
+            )
+            await asyncio.to_thread(self._catalogue.add, document)
+            self._waiting[id] = upload
+        self._notify()
+        return Accepted(id, duplicate=False)
+
+    def stage(self, id: str) -> Stage | None:
+        """How far a document is, or None when it is not being ingested."""
+        return self._stages.get(id)
+
+    async def cancel(self, id: str) -> bool:
+        """Stop a document's ingest; false when it had ended already."""
+        if self._waiting.pop(id, None) is not None:
+            await self._end(id, "cancelled", _CANCELLED)
+            return True
+        if self._current is not None and self._current[0] == id:
+            self._current[1].cancel()
+            await asyncio.wait([self._current[1]])
+            return True
+        return False
+
+    async def delete(self, id: str) -> None:
+        """Remove a document in whatever state it is.
+
+        Raises:
+            UnknownDocument: there is none of this id.
+        """
+        await asyncio.to_thread(self._catalogue.get, id)
+        await self.cancel(id)
+        await asyncio.to_thread(self._pipeline.vectors.delete, id)
+        await asyncio.to_thread(self._catalogue.delete, id)
+        log.info("document_deleted", document=id)
+
+    async def watch(self, id: str) -> AsyncIterator[Document]:
+        """The document at each change, until its ingest has ended.
+
+        Raises:
+            UnknownDocument: there is none of this id.
+        """
+        last: tuple[Document, Stage | None] | None = None
+        while True:
+            changed = self._changed
+            document = await asyncio.to_thread(self._catalogue.get, id)
+            if (document, self.stage(id)) != last:
+                last = (document, self.stage(id))
+                yield document
+            if document.status in FINAL:
+                return
+            await changed.wait()
+
+    async def _work(self) -> None:
+        while True:
+            while not self._waiting:
+                await self._changed.wait()
+            id, upload = self._waiting.popitem(last=False)
+            task = asyncio.create_task(self._ingest(id, upload), name=f"ingest {id}")
+            self._current = (id, task)
+            try:
+                await asyncio.wait([task])
+            finally:
+                if not task.done():
+                    task.cancel()
+                    await asyncio.wait([task])
+                self._current = None
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    log.error("ingest_not_recorded", document=id, error=str(error))
+
+    async def _ingest(self, id: str, upload: Upload) -> None:
+        """Work off one upload; always ends the document in a final status, with nothing half-stored."""
+        started = time.monotonic()
+        status: Status = "failed"
+        reason: str | None = None
+        try:
+            outcome = await ingest_document(
+                id,
+                upload.name,
+                upload.media_type,
+                upload.data,
+                pipeline=self._pipeline,
+                report=lambda *stage: self._report(id, Stage(*stage)),
+            )
+            status, reason = outcome.status, outcome.reason
+        except asyncio.CancelledError:
+            status, reason = ("failed", _INTERRUPTED) if self._stopping else ("cancelled", _CANCELLED)
+        except (IngestError, RetrievalError) as error:
+            reason = str(error)
+        except Exception as error:
+            # Anything else is our own mistake: its text may quote the document, so only its type is kept.
+            reason = f"an internal error ended the ingest ({type(error).__name__}); the document was not stored"
+            log.error("ingest_broke", document=id, error=type(error).__name__)
+        self._stages.pop(id, None)
+        if status not in READABLE:
+            await asyncio.to_thread(self._remove_parts, id)
+        await self._end(id, status, reason)
+        if status in READABLE and upload.on_duplicate == "replace":
+            await self._delete_older(id, upload)
+        seconds = time.monotonic() - started
+        self._on_end(status, seconds)
+        log.info("ingest_ended", document=id, status=status, seconds=round(seconds, 2), bytes=len(upload.data))
+
+    async def _delete_older(self, id: str, upload: Upload) -> None:
+        for other in await asyncio.to_thread(self._catalogue.list, upload.collection):
+            if other.name == upload.name and other.id != id and other.status in FINAL:
+                with contextlib.suppress(UnknownDocument):
+                    await self.delete(other.id)
+
+    def _remove_parts(self, id: str) -> None:
+        self._pipeline.vectors.delete(id)
+        self._catalogue.clear(id)
+
+    def _report(self, id: str, stage: Stage) -> None:
+        previous = self._stages.get(id)
+        self._stages[id] = stage
+        if previous is None or previous.stage != stage.stage:
+            log.info("ingest_stage", document=id, stage=stage.stage)
+        self._notify()
+
+    async def _end(self, id: str, status: Status, reason: str | None) -> None:
+        await asyncio.to_thread(self._catalogue.set_status, id, status, reason)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake everyone who waits for a change, and give the next waiters a fresh event."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

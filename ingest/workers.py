@@ -1,0 +1,79 @@
+"""Work on untrusted files in one child process, which may crash, hang or be killed without harm.
+
+The process starts with the first task and ends when it has been idle for a while, so that an idle service does not
+pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from ingest.errors import WorkerCrashed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_IDLE_S = 60.0
+
+
+class Workers:
+    """Runs functions of importable modules, one at a time, in a child process."""
+
+    def __init__(self, idle_s: float = _IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._pool: ProcessPoolExecutor | None = None
+        self._running = 0
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def run(self, timeout: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The function's result.
+
+        Raises:
+            WorkerCrashed: the process died, or the function took longer than `timeout` seconds.
+        """
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._pool is None:
+            # Spawned, not forked: this process has threads, and a fork would copy their locks.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(max_workers=1, mp_context=context)
+        pool = self._pool
+        self._running += 1
+        try:
+            future = asyncio.get_running_loop().run_in_executor(pool, partial(function, *args, **kwargs))
+            return await asyncio.wait_for(future, timeout)
+        except BrokenProcessPool as error:
+            self._discard(pool)
+            raise WorkerCrashed(
+                "the process that read the file was killed or crashed; the file may be broken"
+            ) from error
+        except TimeoutError as error:
+            self._discard(pool)
+            raise WorkerCrashed(f"reading the file took longer than {timeout:.0f} s and was stopped") from error
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle = asyncio.get_running_loop().call_later(self._idle_s, self.close)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._pool is not None:
+            self._discard(self._pool)
+
+    def _discard(self, pool: ProcessPoolExecutor) -> None:
+        if self._pool is pool:
+            self._pool = None
+        # The executor has no public way to stop a task that hangs.
+        for process in list((pool._processes or {}).values()):
+            with contextlib.suppress(ValueError):
+                process.kill()
+        pool.shutdown(wait=False)

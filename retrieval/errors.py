@@ -1,0 +1,31 @@
+"""What can go wrong with stored documents.
+
+RetrievalError
+├── UnknownDocument   no document has this id
+├── UnknownPage       the document has no such page
+├── ReindexNeeded     the vectors were made by another embedding model
+└── StorageFailed     the data folder cannot be read or written
+"""
+
+
+class RetrievalError(Exception):
+    """Base of every error of this package."""
+
+
+class UnknownDocument(RetrievalError):
+    """No document has this id."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"there is no document {id!r}; list the documents with GET /v1/documents")
+
+
+class UnknownPage(RetrievalError):
+    """The document has no such page."""
+
+
+class ReindexNeeded(RetrievalError):
+    """The vectors were made by another embedding model."""
+
+
+class StorageFailed(RetrievalError):
+    """The data folder cannot be read or written."""
