@@ -113,7 +113,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds. `ttft` runs from the request's arrival to the first non-empty text, `engine_ttft` is the engine's part."""
+    """Seconds; `ttft` runs from the request's arrival to the first non-empty text, `engine_ttft` from its sending."""
 
     queue: float | None = None
     redact: float = 0.0
@@ -295,7 +295,7 @@ def _documents(ask: Ask, services: Services) -> list[Document]:
                 why = f": {document.reason}" if document.reason else ""
                 raise NotReady(f"document {document.id!r} is {state}{why}")
     else:
-        documents = services.catalogue.list(ask.collection, READABLE)
+        documents = services.catalogue.documents(ask.collection, READABLE)
     if not documents:
         raise NoDocuments(f"collection {ask.collection!r} has no document that can be read; upload one first")
     return sorted(documents, key=lambda document: (document.created_at, document.id))

@@ -17,7 +17,9 @@ _WORD = re.compile(r"[^\W_]+(?:[.,'’-][^\W_]+)*")
 _CJK = re.compile(r"[\u3400-\u9fff\uf900-\ufaff]")
 _MIN_SCORE = 0.5
 _STOP_WORDS = frozenset(
-    ["a", "an", "and", "are", "as", "at", "be", "been", "but", "by", "can", "did", "do", "does", "for", "from", "had", "has", "have", "he", "her", "his", "how", "i", "if", "in", "is", "it", "its", "may", "no", "not", "of", "on", "or", "our", "she", "so", "such", "that", "the", "their", "them", "then", "there", "these", "they", "this", "to", "us", "was", "we", "were", "what", "when", "where", "which", "who", "will", "with", "would", "you", "your", "document", "documents", "page", "says", "say", "answer", "question"]
+    "a an and are as at be been but by can did do does for from had has have he her his how i if in is it its "
+    "may no not of on or our she so such that the their them then there these they this to us was we were what "
+    "when where which who will with would you your document documents page says say answer question".split()
 )
 
 

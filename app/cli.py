@@ -12,15 +12,14 @@ import logging
 import sys
 import time
 from collections.abc import Coroutine
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from app.client import Client
@@ -37,20 +36,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Collection = Annotated[str, typer.Option("--collection", "-c", help="The collection to use.")]
 
 
-class OnDuplicate(StrEnum):
-    """What to do with a file that is there already."""
-
-    skip = "skip"
-    replace = "replace"
-    version = "version"
-
-
-class Mode(StrEnum):
-    """How documents go into the prompt."""
-
-    auto = "auto"
-    whole = "whole"
-    retrieve = "retrieve"
+OnDuplicate = Literal["skip", "replace", "version"]
+Mode = Literal["auto", "whole", "retrieve"]
 
 
 @cli.command()
@@ -96,7 +83,7 @@ def prepare() -> None:
 def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files, or folders of .txt, .md and .pdf files.")],
     collection: Collection = "default",
-    on_duplicate: Annotated[OnDuplicate, typer.Option(help="What to do with bytes that are there.")] = OnDuplicate.skip,
+    on_duplicate: Annotated[OnDuplicate, typer.Option(help="What to do with bytes that are there.")] = "skip",
     as_json: AsJson = False,
 ) -> None:
     """Take documents in and wait until they can be asked about."""
@@ -122,7 +109,7 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     document: Annotated[list[str] | None, typer.Option("--document", "-d", help="Id of a document to read.")] = None,
     collection: Collection = "default",
-    mode: Annotated[Mode, typer.Option(help="Read documents whole, or only the best passages.")] = Mode.auto,
+    mode: Annotated[Mode, typer.Option(help="Read documents whole, or only the best passages.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
     exact: Annotated[bool, typer.Option("--exact", help="No acceleration, nothing read from the cache.")] = False,
     as_json: AsJson = False,
@@ -132,7 +119,7 @@ def ask(
         "question": question,
         "documents": document or [],
         "collection": collection,
-        "mode": mode.value,
+        "mode": mode,
         "acceleration": "off" if exact else "auto",
         "max_tokens": max_tokens,
     }
@@ -158,7 +145,7 @@ def list_documents(
         if as_json:
             _print_json(body)
             return
-        table = Table("id", "name", "collection", "status", "pages", "tokens", "redacted")
+        table = Table(Column("id", no_wrap=True), "name", "collection", "status", "pages", "tokens", "redacted")
         for found in body["documents"]:
             numbers = (found["pages"], found["tokens"] or "", sum(found["entities"].values()))
             table.add_row(found["id"], found["name"], found["collection"], found["status"], *map(str, numbers))
@@ -204,7 +191,7 @@ async def _ingest(client: Client, file: Path, collection: str, on_duplicate: OnD
             "POST",
             "/v1/documents",
             files={"files": (file.name, data)},
-            data={"collection": collection, "on_duplicate": on_duplicate.value},
+            data={"collection": collection, "on_duplicate": on_duplicate},
         )
     except (OSError, RequestFailed) as error:
         reason = getattr(error, "strerror", None) or str(error)

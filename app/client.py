@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from app.server import running
 from app.settings import Settings
 
 _PROBE_S = 2.0
@@ -71,6 +70,8 @@ async def connect(settings: Settings, *, needs_engine: bool, say: Callable[[str]
         async with _http(address) as http:
             yield Client(http)
         return
+    from app.server import running
+
     what = "loading the models, about a minute" if needs_engine else "loading the small models"
     say(f"no service at {address}; starting one for this command ({what})")
     local = settings.model_copy(update={"host": "127.0.0.1", "port": 0})

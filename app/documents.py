@@ -108,7 +108,7 @@ async def upload(request: Request) -> UploadBody:
 async def list_documents(request: Request, collection: Annotated[str | None, Query()] = None) -> DocumentsBody:
     """Documents, newest first."""
     services = _services(request)
-    documents = await asyncio.to_thread(services.catalogue.list, collection)
+    documents = await asyncio.to_thread(services.catalogue.documents, collection)
     return DocumentsBody(documents=[_body(document, services) for document in documents])
 
 

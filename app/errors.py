@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from app.answer import NoDocuments, NotReady
-from ingest.errors import FileRefused, QueueFull, WorkerCrashed
+from ingest.errors import EmptyFile, EncryptedFile, FileRefused, NoText, QueueFull, UnsupportedType, WorkerCrashed
 from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong, ServingError
 
@@ -29,10 +29,14 @@ class BodyTooLarge(Exception):
     """The request body is over the limit."""
 
 
-# The first class that an error is an instance of decides; `type` None means: the error's own `kind`.
-_TABLE: tuple[tuple[type[Exception], int, str | None], ...] = (
+# The first class that an error is an instance of decides.
+_TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (BodyTooLarge, 413, "body_too_large"),
-    (FileRefused, 422, None),
+    (UnsupportedType, 415, "unsupported_type"),
+    (EmptyFile, 422, "empty_file"),
+    (NoText, 422, "no_text"),
+    (EncryptedFile, 422, "encrypted"),
+    (FileRefused, 422, "damaged"),
     (UnknownDocument, 404, "unknown_document"),
     (UnknownPage, 404, "unknown_page"),
     (NoDocuments, 404, "no_documents"),
@@ -53,8 +57,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     """HTTP status and body of an error; one that is not in the table is our own mistake and tells nothing."""
     for kind, status, name in _TABLE:
         if isinstance(error, kind):
-            type = name or getattr(error, "kind", "failed")
-            return (415 if type == "unsupported_type" else status), ErrorBody(type, str(error))
+            return status, ErrorBody(name, str(error))
     return 500, ErrorBody("internal", f"an internal error ended the request ({error.__class__.__name__})")
 
 
@@ -72,14 +75,14 @@ def install(app: FastAPI) -> None:
         request.app.state.services.metrics.failed(describe(error)[1].type)
         return respond(error)
 
-    def handle_invalid(request: Request, error: Exception) -> JSONResponse:
+    def handle_invalid(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         # The offending value may be personal: only its place and the rule are told.
         faults = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()]
         body = {"error": {"type": "invalid_request", "message": "; ".join(faults)}}
         return JSONResponse(body, 422)
 
-    def handle_http(request: Request, error: Exception) -> JSONResponse:
+    def handle_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         body = {"error": {"type": "not_found" if error.status_code == 404 else "http", "message": error.detail}}
         return JSONResponse(body, error.status_code, error.headers)

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvicorn
-
-from app.main import create_app
-from app.services import Services, build_services
 from app.settings import Settings
 from serving.model import PACKAGED, packaged_folder
+
+if TYPE_CHECKING:
+    from app.services import Services
 
 _GRACE_S = 3
 # Nothing leaves the machine: no usage statistics, no tracing, no look-ups.
@@ -74,6 +75,12 @@ async def serve(settings: Settings, when_ready: Callable[[str, Services], None])
 async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asyncio.Task[None]]]:
     """Port, services and web server; the services are not started, but always stopped."""
     silence(settings)
+    # Imported here because they take seconds, and after silence() because some read the environment at import.
+    import uvicorn
+
+    from app.main import create_app
+    from app.services import build_services
+
     listener = _listen(settings.host, settings.port)
     try:
         _prepare_model(settings)
@@ -108,7 +115,7 @@ def silence(settings: Settings) -> None:
 
 
 def _may_be_on_hub(model: str) -> bool:
-    return model.count("/") == 1 and not os.path.isdir(os.path.expanduser(model))
+    return model.count("/") == 1 and not Path(model).expanduser().is_dir()
 
 
 def _listen(host: str, port: int) -> socket.socket:

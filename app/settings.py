@@ -64,9 +64,15 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **sources: Any
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - fixed by pydantic
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - fixed by pydantic
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, sources["env_settings"], TomlConfigSettingsSource(settings_cls)
+        """Arguments, then the environment, then the file; there are no other sources."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     @property
     def folder(self) -> Path:

@@ -33,7 +33,7 @@ class EventResponse(Response):
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         streaming = asyncio.create_task(self._stream(send))
         leaving = asyncio.create_task(_client_left(receive))

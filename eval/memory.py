@@ -18,7 +18,7 @@ def measure_memory(url: str) -> list[tuple[str, float]]:
         (
             connection.pid
             for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
         ),
         None,
     )

@@ -18,7 +18,10 @@ import httpx
 from app.server import running
 from app.settings import load_settings
 
-_WORDS = ["pump", "valve", "north", "station", "pressure", "report", "depot", "inspection", "winter", "schedule", "filter", "engine", "storage", "quarter", "cable", "bridge", "signal", "contract", "supply", "meter", "repair", "section", "water", "turbine", "control", "budget", "review", "harbour"]
+_WORDS = (
+    "pump valve north station pressure report depot inspection winter schedule filter engine storage quarter "
+    "cable bridge signal contract supply meter repair section water turbine control budget review harbour"
+).split()
 _PAGES = 12
 _WARM_UP = 5
 
@@ -53,7 +56,8 @@ async def _upload(http: httpx.AsyncClient, draw: random.Random) -> None:
     async with http.stream("GET", f"{url}/events") as events:
         async for _ in events.aiter_lines():
             pass
-    assert (await http.get(url)).json()["status"] == "ready"
+    if (await http.get(url)).json()["status"] != "ready":
+        raise RuntimeError("the document that is asked about was not ingested")
 
 
 async def _measure(http: httpx.AsyncClient, mode: str, questions: int, draw: random.Random) -> Row:

@@ -1,7 +1,7 @@
 """Why a file cannot be taken in. The message is shown to the user, so it never holds document text.
 
 IngestError
-├── FileRefused          the file itself is the cause; `kind` is the API's error type
+├── FileRefused          the file itself is the cause
 │   ├── EmptyFile        no bytes
 │   ├── UnsupportedType  neither text, Markdown nor PDF
 │   ├── EncryptedFile    a password is needed to read it
@@ -19,37 +19,25 @@ class IngestError(Exception):
 class FileRefused(IngestError):
     """The file itself is the cause."""
 
-    kind = "damaged"
-
 
 class EmptyFile(FileRefused):
     """No bytes."""
-
-    kind = "empty_file"
 
 
 class UnsupportedType(FileRefused):
     """Neither text, Markdown nor PDF."""
 
-    kind = "unsupported_type"
-
 
 class EncryptedFile(FileRefused):
     """A password is needed to read the file."""
-
-    kind = "encrypted"
 
 
 class DamagedFile(FileRefused):
     """The file cannot be parsed."""
 
-    kind = "damaged"
-
 
 class NoText(FileRefused):
     """The file holds no text at all."""
-
-    kind = "no_text"
 
 
 class WorkerCrashed(IngestError):

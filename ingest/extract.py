@@ -150,6 +150,7 @@ def _pdf_pages(name: str, data: bytes) -> Iterator[Page | None]:
     for index in range(count):
         try:
             text = reader.pages[index].extract_text()
+        # One broken page must not cost the others.
         except Exception:
             yield None
         else:

@@ -79,7 +79,7 @@ class Jobs:
 
     async def start(self) -> None:
         """Close the entries that an earlier run left open, and begin to work."""
-        for document in await asyncio.to_thread(self._catalogue.list):
+        for document in await asyncio.to_thread(self._catalogue.documents):
             if document.status not in FINAL:
                 await self._end(document.id, "failed", _INTERRUPTED)
                 await asyncio.to_thread(self._remove_parts, document.id)
@@ -221,7 +221,7 @@ class Jobs:
         log.info("ingest_ended", document=id, status=status, seconds=round(seconds, 2), bytes=len(upload.data))
 
     async def _delete_older(self, id: str, upload: Upload) -> None:
-        for other in await asyncio.to_thread(self._catalogue.list, upload.collection):
+        for other in await asyncio.to_thread(self._catalogue.documents, upload.collection):
             if other.name == upload.name and other.id != id and other.status in FINAL:
                 with contextlib.suppress(UnknownDocument):
                     await self.delete(other.id)

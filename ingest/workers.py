@@ -32,11 +32,11 @@ class Workers:
         self._running = 0
         self._idle: asyncio.TimerHandle | None = None
 
-    async def run(self, timeout: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result.
 
         Raises:
-            WorkerCrashed: the process died, or the function took longer than `timeout` seconds.
+            WorkerCrashed: the process died, or the function took longer than `limit_s` seconds.
         """
         if self._idle is not None:
             self._idle.cancel()
@@ -48,7 +48,7 @@ class Workers:
         self._running += 1
         try:
             future = asyncio.get_running_loop().run_in_executor(pool, partial(function, *args, **kwargs))
-            return await asyncio.wait_for(future, timeout)
+            return await asyncio.wait_for(future, limit_s)
         except BrokenProcessPool as error:
             self._discard(pool)
             raise WorkerCrashed(
@@ -56,7 +56,7 @@ class Workers:
             ) from error
         except TimeoutError as error:
             self._discard(pool)
-            raise WorkerCrashed(f"reading the file took longer than {timeout:.0f} s and was stopped") from error
+            raise WorkerCrashed(f"reading the file took longer than {limit_s:.0f} s and was stopped") from error
         finally:
             self._running -= 1
             if not self._running:

@@ -142,7 +142,7 @@ class Catalogue:
         with self._transaction() as session:
             return _document(_row(session, id))
 
-    def list(self, collection: str | None = None, statuses: Sequence[Status] = STATUSES) -> list[Document]:
+    def documents(self, collection: str | None = None, statuses: Sequence[Status] = STATUSES) -> list[Document]:
         """Documents, newest first."""
         query = select(_DocumentRow).where(_DocumentRow.status.in_(statuses))
         if collection is not None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import chromadb
+from chromadb.api import ClientAPI
+from chromadb.config import Settings
 from chromadb.errors import ChromaError
 from langchain_chroma import Chroma
 
@@ -27,7 +29,7 @@ class Vectors:
             StorageFailed: the folder cannot be opened.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        settings = chromadb.Settings(anonymized_telemetry=False, is_persistent=True, persist_directory=str(folder))
+        settings = Settings(anonymized_telemetry=False, is_persistent=True, persist_directory=str(folder))
         try:
             self._client = chromadb.PersistentClient(str(folder), settings)
             # Chroma keeps the metadata of the first time; it cannot be given again.
@@ -73,7 +75,7 @@ class Vectors:
         self._client.close()
 
 
-def _refuse_other_model(client: chromadb.ClientAPI, fingerprint: str) -> None:
+def _refuse_other_model(client: ClientAPI, fingerprint: str) -> None:
     names = [collection.name for collection in client.list_collections()]
     if _COLLECTION not in names:
         return

@@ -134,6 +134,11 @@ class Capabilities:
     progress: bool
 
 
+def exact_path(prompt_tokens: int, cached_tokens: int) -> PrefillPath:
+    """The path of a prompt read exactly: `warm` when at least half of it came from the cache."""
+    return "warm" if cached_tokens * 2 >= prompt_tokens else "exact"
+
+
 class Engine(Protocol):
     """A model that answers. All methods but `start` and `stop` may be called concurrently from one event loop."""
 

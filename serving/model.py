@@ -7,7 +7,6 @@ read a folder's `config.json`, nothing of vLLM.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def prepare_packaged(models_dir: Path) -> Path:
         _dequantise(gguf, work)
         # A second process may have finished first; either result is whole.
         try:
-            os.rename(work, target)
+            work.rename(target)
         except OSError:
             if not (target / "config.json").is_file():
                 raise

@@ -22,6 +22,7 @@ from serving.engine import (
     Request,
     State,
     Stats,
+    exact_path,
 )
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong
 from serving.prefill_speed import PrefillSpeed
@@ -124,8 +125,11 @@ class ScriptedEngine:
     def plan(self, request: Request) -> Plan:
         cached = self._cache.cached_tokens(request.salt, request.prompt)
         computed = len(request.prompt) - cached
-        path = "warm" if cached >= computed else "exact"
-        return Plan(path=path, tokens_to_compute=computed, eta_s=self._speed.estimate(computed, cached))
+        return Plan(
+            path=exact_path(len(request.prompt), cached),
+            tokens_to_compute=computed,
+            eta_s=self._speed.estimate(computed, cached),
+        )
 
     def count_tokens(self, text: str) -> int:
         return len(_TOKEN.findall(text))
@@ -167,8 +171,7 @@ class ScriptedEngine:
 
     def _read(self, request: Request) -> Prefill:
         cached = self._cache.cached_tokens(request.salt, request.prompt)
-        warm = cached * 2 >= len(request.prompt)
-        return Prefill(len(request.prompt), cached, "warm" if warm else "exact", 1.0)
+        return Prefill(len(request.prompt), cached, exact_path(len(request.prompt), cached), 1.0)
 
     async def _sleep(self, seconds: float) -> None:
         try:

@@ -28,12 +28,12 @@ from serving.engine import (
     Message,
     Plan,
     Prefill,
-    PrefillPath,
     Progress,
     Request,
     Sampling,
     State,
     Stats,
+    exact_path,
 )
 from serving.errors import (
     EngineDied,
@@ -133,7 +133,7 @@ class VllmEngine:
             except Exception as error:
                 raise self._translate(error) from error
             finally:
-                await stream.aclose()  # type: ignore[attr-defined]
+                await stream.aclose()
 
     async def prefill(self, request: Request) -> Prefill:
         result = Prefill(len(request.prompt))
@@ -155,7 +155,7 @@ class VllmEngine:
         own = self._speed.estimate(computed, cached)
         before = [self._speed.estimate(other.total - other.done, other.done) for other in self._reading.values()]
         eta = None if own is None else own + sum(seconds or 0.0 for seconds in before)
-        return Plan(path=_path(len(request.prompt), cached), tokens_to_compute=computed, eta_s=eta)
+        return Plan(path=exact_path(len(request.prompt), cached), tokens_to_compute=computed, eta_s=eta)
 
     def count_tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False))
@@ -260,7 +260,7 @@ class VllmEngine:
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 """Nothing to set up; vLLM requires the signature."""
 
-            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
                 details = getattr(scheduler_stats, "iteration_details", None)
                 if details is not None:
                     engine._advance(details.num_ctx_tokens)
@@ -320,7 +320,7 @@ class VllmEngine:
         if reading.alone and cached is not None and output.metrics is not None:
             seconds = output.metrics.first_token_ts - output.metrics.scheduled_ts
             self._speed.observe(reading.total - cached, cached, seconds)
-        path = _path(reading.total, cached) if cached is not None else "unknown"
+        path = exact_path(reading.total, cached) if cached is not None else "unknown"
         return Prefill(prompt_tokens=reading.total, cached_tokens=cached, path=path, density=1.0)
 
     def _disarm(self, text: str) -> str:
@@ -340,10 +340,6 @@ class VllmEngine:
     def _cause_of_death(self) -> str:
         gone = [str(process.pid) for process in self._processes if not _alive(process)]
         return f"an engine process ended unexpectedly (pid {', '.join(gone) or 'unknown'})"
-
-
-def _path(prompt_tokens: int, cached_tokens: int) -> PrefillPath:
-    return "warm" if cached_tokens * 2 >= prompt_tokens else "exact"
 
 
 def _tokens_input(request: Request) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 
 import pytest
-from documents import (
+from tests.documents import (
     FACTS,
     Report,
     as_markdown,
