@@ -50,10 +50,11 @@ format: $(DEV_STAMP) ## rewrite the code in the project's style
 # The lists are made for CPython 3.11 on Linux x86_64, with hashes.
 LOCK := uv pip compile pyproject.toml --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	--generate-hashes --no-header --no-annotate --group build
+NO_TRITON := --override <(echo "triton ; sys_platform == 'never'")
 lock: ## resolve the lists anew (needs uv and, for the CPU, the torch wheel index)
-	$(LOCK) --extra cpu --no-emit-package torch --find-links $(TORCH_WHEELS) -o requirements-cpu.txt
+	$(LOCK) $(NO_TRITON) --extra cpu --no-emit-package torch --find-links $(TORCH_WHEELS) -o requirements-cpu.txt
 	$(LOCK) --extra gpu -o requirements-gpu.txt
-	$(LOCK) --extra cpu --find-links $(TORCH_WHEELS) --group dev -c requirements-cpu.txt --quiet -o .lock-dev
+	$(LOCK) $(NO_TRITON) --extra cpu --find-links $(TORCH_WHEELS) --group dev -c requirements-cpu.txt --quiet -o .lock-dev
 	@python3 -c "import re; \
 	blocks = lambda f: re.split(r'\n(?=\S)', open(f).read().strip()); \
 	have = set(blocks('requirements-cpu.txt')); \

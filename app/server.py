@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import socket
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from app.services import Services
 
 _GRACE_S = 3
+# malloc.h
+_M_TRIM_THRESHOLD, _M_ARENA_MAX = -1, -8
 # Nothing leaves the machine: no usage statistics, no tracing, no look-ups.
 _SILENCE = {
     "ANONYMIZED_TELEMETRY": "False",
@@ -75,6 +78,7 @@ async def serve(settings: Settings, when_ready: Callable[[str, Services], None])
 async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asyncio.Task[None]]]:
     """Port, services and web server; the services are not started, but always stopped."""
     silence(settings)
+    _bound_heap()
     # Imported here because they take seconds, and after silence() because some read the environment at import.
     import uvicorn
 
@@ -104,6 +108,16 @@ async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asy
             await services.stop()
     finally:
         listener.close()
+
+
+def _bound_heap() -> None:
+    """Keep glibc from hoarding what ingest has freed: few arenas, and free memory goes back to the system."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_ARENA_MAX, 2)
+        libc.mallopt(_M_TRIM_THRESHOLD, 128 * 1024)
+    except (OSError, AttributeError):
+        return  # another C library; it has its own habits
 
 
 def silence(settings: Settings) -> None:

@@ -58,8 +58,8 @@ class Settings(BaseSettings):
 
     embedding_model: str = Field(PACKAGED_EMBEDDER, description="`packaged`, a local folder, or a Hugging Face id")
     ner_model: str = Field(PACKAGED_NER, description="spaCy model for names")
-    chunk_tokens: int | None = Field(None, ge=32, description="tokens of a chunk; default the embedding model's window")
-    retrieve_share: float = Field(0.25, gt=0, le=0.9, description="share of the window that `mode=retrieve` may fill")
+    chunk_tokens: int = Field(128, ge=32, description="tokens of a chunk, at most the embedding model's window")
+    retrieve_share: float = Field(0.125, gt=0, le=0.9, description="share of the window that `mode=retrieve` may fill")
     retrieve_limit: int = Field(40, ge=1, description="most chunks that a search considers")
 
     @classmethod

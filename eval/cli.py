@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Annotated
 
 import typer
+
+from app import log
 
 cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
 
@@ -14,6 +17,7 @@ cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
 @cli.callback()
 def main() -> None:
     """Measure the service."""
+    log.configure(logging.WARNING)
 
 
 @cli.command()

@@ -22,7 +22,7 @@ _WORDS = (
     "pump valve north station pressure report depot inspection winter schedule filter engine storage quarter "
     "cable bridge signal contract supply meter repair section water turbine control budget review harbour"
 ).split()
-_PAGES = 12
+_PAGES = 6
 _WARM_UP = 5
 
 

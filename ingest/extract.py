@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Literal
 
@@ -34,6 +35,9 @@ _PAGE_CHARACTERS = 3000
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
+_FULL_LINE = 0.7
+_SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "：")
+_CJK_BREAK = re.compile("[\u3000-\u9fff\uf900-\ufaff\uff00-\uffef]{2}")
 _RUNS_OF_BLANKS = re.compile(r"[ \t\u00a0]{3,}")
 
 
@@ -149,12 +153,27 @@ def _pdf_pages(name: str, data: bytes) -> Iterator[Page | None]:
     labels = _labels(reader, count)
     for index in range(count):
         try:
-            text = reader.pages[index].extract_text()
+            text = unwrap(_clean(reader.pages[index].extract_text()))
         # One broken page must not cost the others.
         except Exception:
             yield None
         else:
-            yield Page(index + 1, labels[index], _clean(text))
+            yield Page(index + 1, labels[index], text)
+
+
+def unwrap(text: str) -> str:
+    """Join the lines that a page layout has broken, so that sentences and names are whole again.
+
+    A line was broken by the layout when it is nearly as long as the page is wide and does not end a sentence.
+    """
+    lines = text.split("\n")
+    full = _FULL_LINE * max(map(len, lines))
+    joined = lines[0]
+    for previous, line in pairwise(lines):
+        broken = len(previous) >= full and line.strip() and not previous.rstrip().endswith(_SENTENCE_ENDS)
+        glue = "" if broken and _CJK_BREAK.search(previous[-1:] + line[:1]) else " " if broken else "\n"
+        joined += glue + line
+    return joined
 
 
 def _labels(reader: PdfReader, count: int) -> list[str]:

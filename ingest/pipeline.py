@@ -30,12 +30,12 @@ Report = Callable[[Status, int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class IngestConfig:
-    """Sizes in tokens of the embedding model; None means: what its window allows."""
+    """Sizes in tokens of the embedding model; a chunk is never longer than its window."""
 
     key_file: Path
     ner_model: str
-    chunk_tokens: int | None = None
-    overlap_tokens: int = 32
+    chunk_tokens: int = 128
+    overlap_tokens: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ async def _chunk(id: str, pages: Sequence[Page], pipeline: Pipeline, report: Rep
     config = pipeline.config
     window = await asyncio.to_thread(lambda: pipeline.embedder.window)
     # Two places are taken by the model's own markers at both ends.
-    size = min(config.chunk_tokens or window, window) - 2
+    size = min(config.chunk_tokens, window - 2)
     return await pipeline.workers.run(
         _BATCH_TIMEOUT_S + len(pages),
         chunk_in_worker,

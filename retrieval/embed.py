@@ -52,6 +52,9 @@ class Embedder(Embeddings):
         with self._loading:
             if self._model is None:
                 from sentence_transformers import SentenceTransformer
+                from transformers.utils import logging
+
+                logging.disable_progress_bar()
 
                 self._model = SentenceTransformer(self._source, device="cpu")
             return self._model

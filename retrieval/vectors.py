@@ -72,7 +72,7 @@ class Vectors:
 
     def close(self) -> None:
         """Release the folder."""
-        self._client.close()
+        self._client.close()  # type: ignore[attr-defined]
 
 
 def _refuse_other_model(client: ClientAPI, fingerprint: str) -> None:

@@ -7,6 +7,7 @@ read a folder's `config.json`, nothing of vLLM.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -131,6 +132,8 @@ def prepare_packaged(models_dir: Path) -> Path:
 
 
 def _dequantise(gguf: Path, target: Path) -> None:
+    # Read when tqdm is imported; transformers has no switch for this one bar.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 

@@ -244,6 +244,7 @@ class VllmEngine:
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "enable_logging_iteration_details": True,
+            "use_tqdm_on_load": False,
             "seed": 0,
         }
         if _on_cpu():
@@ -403,6 +404,9 @@ def _set_environment(config: EngineConfig, folder: ModelFolder) -> None:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOGGING_LEVEL": config.log_level,
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TORCH_CPP_LOG_LEVEL": config.log_level,
+        # Deprecations inside vLLM are not for our users.
+        "PYTHONWARNINGS": "ignore::FutureWarning",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if not folder.on_hub:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from io import BytesIO
 
 import pytest
+from pypdf import PasswordType, PdfReader
+from pypdf.errors import FileNotDecryptedError, PyPdfError
+
 from tests.documents import (
     FACTS,
     Report,
@@ -20,8 +23,6 @@ from tests.documents import (
     scanned_pdf,
     truncated_pdf,
 )
-from pypdf import PasswordType, PdfReader
-from pypdf.errors import FileNotDecryptedError, PyPdfError
 
 SENTENCES = {answer: sentence for sentence, _, answer in FACTS}
 
