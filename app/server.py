@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.settings import Settings
-from serving.model import PACKAGED, packaged_folder
+from serving.model import PACKAGED, check_window, is_prepared, resolve_model
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -87,7 +87,6 @@ async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asy
 
     listener = _listen(settings.host, settings.port)
     try:
-        _prepare_model(settings)
         services = build_services(settings)
         config = uvicorn.Config(
             create_app(services),
@@ -100,6 +99,7 @@ async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asy
         server = uvicorn.Server(config)
         ended = asyncio.create_task(server.serve(sockets=[listener]), name="web server")
         try:
+            await asyncio.to_thread(_check_model, settings)
             host, port = listener.getsockname()[:2]
             yield f"http://{f'[{host}]' if ':' in host else host}:{port}", services, ended
         finally:
@@ -149,12 +149,17 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _prepare_model(settings: Settings) -> None:
-    """Prepare the packaged model in a process of its own, so that this one never holds the full weights."""
-    if settings.engine != "vllm" or settings.model != PACKAGED:
+def _check_model(settings: Settings) -> None:
+    """Find the model before anything heavy is loaded, so that a wrong setting is told at once.
+
+    Raises:
+        ModelUnusable: there is no such model, or it is incomplete.
+    """
+    if settings.engine != "vllm":
         return
-    with contextlib.suppress(Exception):
-        if (packaged_folder(settings.folder / "models") / "config.json").is_file():
-            return
-    command = [sys.executable, "-m", "app.cli", "prepare"]
-    subprocess.run(command, env=os.environ | {"FOREWORD_DATA_DIR": str(settings.folder)}, check=False)
+    config = settings.engine_config
+    if settings.model == PACKAGED and not is_prepared(config.models_dir):
+        # In a process of its own, so that this one never holds the full weights.
+        command = [sys.executable, "-m", "app.cli", "prepare"]
+        subprocess.run(command, env=os.environ | {"FOREWORD_DATA_DIR": str(settings.folder)}, check=False)
+    check_window(resolve_model(settings.model, config.models_dir), settings.max_model_len)

@@ -101,25 +101,29 @@ def build_services(settings: Settings, engine: Engine | None = None) -> Services
         ReindexNeeded: the stored vectors were made by another embedding model.
     """
     folder = settings.folder
-    lock = _own(folder)
-    key_file = folder / "redaction.key"
-    key = load_key(key_file)
-    catalogue = Catalogue(settings.catalogue_url)
-    embedder = Embedder(settings.embedding_model)
-    vectors = Vectors(folder / "vectors", embedder)
-    workers = Workers()
-    engine = engine or _engine(settings)
-    registry = CollectorRegistry()
-    metrics = Metrics(registry)
-    pipeline = Pipeline(
-        config=IngestConfig(key_file, settings.ner_model, settings.chunk_tokens),
-        workers=workers,
-        embedder=embedder,
-        vectors=vectors,
-        catalogue=catalogue,
-        count_tokens=engine.count_tokens,
-    )
-    jobs = Jobs(pipeline, on_end=metrics.ingested)
+    with contextlib.ExitStack() as undo:
+        lock = undo.enter_context(_own(folder))
+        key_file = folder / "redaction.key"
+        key = load_key(key_file)
+        catalogue = Catalogue(settings.catalogue_url)
+        undo.callback(catalogue.close)
+        embedder = Embedder(settings.embedding_model)
+        vectors = Vectors(folder / "vectors", embedder)
+        undo.callback(vectors.close)
+        workers = Workers()
+        engine = engine or _engine(settings)
+        registry = CollectorRegistry()
+        metrics = Metrics(registry)
+        pipeline = Pipeline(
+            config=IngestConfig(key_file, settings.ner_model, settings.chunk_tokens),
+            workers=workers,
+            embedder=embedder,
+            vectors=vectors,
+            catalogue=catalogue,
+            count_tokens=engine.count_tokens,
+        )
+        jobs = Jobs(pipeline, on_end=metrics.ingested)
+        undo.pop_all()
     return Services(settings, key, catalogue, vectors, embedder, workers, jobs, engine, metrics, registry, lock)
 
 

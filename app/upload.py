@@ -41,7 +41,7 @@ async def read_uploads(request: Request, services: Services) -> list[Upload]:
             raise _invalid("files", "send at least one file in a part named 'files'")
         uploads = []
         for file in files:
-            name = (await asyncio.to_thread(services.redact, clean_name(file.filename or ""))).text
+            name = await asyncio.to_thread(_redacted_name, clean_name(file.filename or ""), services)
             data = await file.read()
             kind = await services.workers.run(_CHECK_TIMEOUT_S, check, name, data)
             digest = hmac.new(services.key, data, sha256).hexdigest()
@@ -60,6 +60,12 @@ def clean_name(name: str) -> str:
         name = f"{stem[: _MAX_NAME - len(suffix) - 1]}{dot}{suffix}"[:_MAX_NAME]
     # Separators between words hide names from the recognizers.
     return re.sub(r"[_]+", " ", name) or "unnamed"
+
+
+def _redacted_name(name: str, services: Services) -> str:
+    """The name without personal data; its suffix, which tells the type, is not looked at."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{services.redact(stem).text}{dot}{suffix}" if stem else services.redact(name).text
 
 
 async def _parse(request: Request, max_bytes: int) -> FormData:

@@ -97,6 +97,14 @@ def packaged_folder(models_dir: Path) -> Path:
     return models_dir / f"{_PACKAGE}-{metadata.version(_PACKAGE)}-bf16"
 
 
+def is_prepared(models_dir: Path) -> bool:
+    """Whether the packaged model is ready to be loaded; false, too, when its package is missing."""
+    try:
+        return (packaged_folder(models_dir) / "config.json").is_file()
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def prepare_packaged(models_dir: Path) -> Path:
     """Dequantise the packaged GGUF model once into a safetensors folder; later calls only check that it is there.
 
@@ -116,8 +124,13 @@ def prepare_packaged(models_dir: Path) -> Path:
     if (target / "config.json").is_file():
         return target
     gguf = next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
-    models_dir.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=models_dir))
+    try:
+        models_dir.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=models_dir))
+    except OSError as error:
+        raise ModelUnusable(
+            f"the default model cannot be prepared in {str(models_dir)!r} ({error.strerror}); set FOREWORD_DATA_DIR"
+        ) from error
     try:
         _dequantise(gguf, work)
         # A second process may have finished first; either result is whole.

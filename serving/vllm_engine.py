@@ -62,7 +62,7 @@ _GPU_TOKEN_BUDGET = 16_384
 _CPU_BLOCK_SIZE = 32
 _KV_SHARE_OF_FREE_MEMORY = 0.25
 _KV_WINDOWS = 16
-_WARM_UP_TOKENS = (256, 1024)
+_WARM_UP_TOKENS = (32, 256, 1024)
 
 
 @dataclass(slots=True)
@@ -272,7 +272,7 @@ class VllmEngine:
         return StepLogger
 
     async def _warm_up(self) -> None:
-        """Read two prompts of random tokens: pays one-time costs before the first question, and measures speed."""
+        """Read some prompts of random tokens: pays one-time costs before the first question, and measures speed."""
         vocabulary = len(self._tokenizer)
         draw = random.Random(0)
         for length in _WARM_UP_TOKENS:

@@ -1,0 +1,88 @@
+"""A service with the scripted engine over real HTTP, started once for all tests that ask it something.
+
+Nothing here may reach a network: Hugging Face is offline, proxies are ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+
+from app.server import running
+from app.services import Services
+from app.settings import Settings
+from serving.scripted_engine import ScriptedEngine
+from tests.documents import Report, as_pdf, report
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+for _name in [name for name in os.environ if name.startswith("FOREWORD_")]:
+    del os.environ[_name]
+
+
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service, seen from outside and inside."""
+
+    http: httpx.AsyncClient
+    url: str
+    services: Services
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        engine = self.services.engine
+        assert isinstance(engine, ScriptedEngine)
+        return engine
+
+    async def upload(self, name: str, data: bytes, **fields: str) -> str:
+        """Upload a file, wait until its ingest has ended, and return its id."""
+        response = await self.http.post("/v1/documents", files={"files": (name, data)}, data=fields)
+        assert response.status_code == 202, response.text
+        id: str = response.json()["documents"][0]["id"]
+        async with self.http.stream("GET", f"/v1/documents/{id}/events") as events:
+            async for _ in events.aiter_lines():
+                pass
+        return id
+
+    async def ask(self, question: str, **fields: Any) -> httpx.Response:
+        """Ask without streaming."""
+        return await self.http.post("/v1/ask", json={"question": question, "stream": False, **fields})
+
+
+@pytest.fixture(scope="session")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
+    """The service with the scripted engine and an empty data folder."""
+    settings = Settings(port=0, engine="scripted", data_dir=tmp_path_factory.mktemp("data"), max_upload_mb=2)
+    async with (
+        running(settings) as (url, services),
+        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+    ):
+        yield Service(http, url, services)
+
+
+@pytest.fixture(scope="session")
+def long_report() -> Report:
+    """Forty pages with known facts and planted personal data."""
+    return report(40)
+
+
+@pytest.fixture(scope="session")
+async def report_id(service: Service, long_report: Report) -> str:
+    """The long report, ingested as PDF into a collection of its own."""
+    return await service.upload("report.pdf", as_pdf(long_report.pages), collection="reports")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The project's folder."""
+    return Path(__file__).parent.parent
