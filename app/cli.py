@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -60,7 +61,7 @@ def serve(
         print(f"foreword is ready to answer at {url} (model {name}, started in {seconds:.0f} s)", flush=True)
 
     _say("starting; loading the models takes about a minute")
-    _run(run(settings, ready))
+    _run(run(settings, ready), when_stopped=0)
 
 
 @cli.command()
@@ -298,20 +299,26 @@ def _with_client(work: Any, *, needs_engine: bool) -> None:
     _run(run())
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end; a foreseeable failure is one sentence and exit code 1."""
+def _run(work: Coroutine[Any, Any, None], *, when_stopped: int = 130) -> None:
+    """Run to the end; a foreseeable failure is one sentence and exit code 1, a signal ends everything in order."""
     from app.client import RequestFailed
     from app.server import ListenError
     from retrieval.errors import RetrievalError
     from serving.errors import ServingError
 
+    async def cancellable() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await work
+
     try:
-        asyncio.run(work)
+        asyncio.run(cancellable())
     except (RequestFailed, ListenError, RetrievalError, ServingError) as error:
         _say(str(error))
         raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise typer.Exit(when_stopped) from None
 
 
 def _say(text: str) -> None:

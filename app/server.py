@@ -47,13 +47,13 @@ async def running(settings: Settings, *, with_engine: bool = True) -> AsyncItera
         StorageFailed, ReindexNeeded: the data folder cannot be used.
         StartError: the engine cannot start as configured.
     """
-    async with _serving(settings) as (url, services, _):
+    async with _serving(settings) as (url, services):
         await services.start(with_engine=with_engine)
         yield url, services
 
 
 async def serve(settings: Settings, when_ready: Callable[[str, Services], None]) -> None:
-    """Serve until a signal ends it.
+    """Serve until cancelled.
 
     Args:
         when_ready: called with the address once a question can be answered.
@@ -61,21 +61,13 @@ async def serve(settings: Settings, when_ready: Callable[[str, Services], None])
     Raises:
         as `running`.
     """
-    async with _serving(settings) as (url, services, ended):
-        starting = asyncio.create_task(services.start())
-        await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            when_ready(url, services)
-            await asyncio.wait({ended})
-        else:
-            # A signal came while the models were loading.
-            starting.cancel()
-            await asyncio.wait({starting})
+    async with running(settings) as (url, services):
+        when_ready(url, services)
+        await asyncio.Event().wait()
 
 
 @contextlib.asynccontextmanager
-async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asyncio.Task[None]]]:
+async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services]]:
     """Port, services and web server; the services are not started, but always stopped."""
     silence(settings)
     _bound_heap()
@@ -97,11 +89,13 @@ async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services, asy
             timeout_graceful_shutdown=_GRACE_S,
         )
         server = uvicorn.Server(config)
+        # Signals are ours: uvicorn would end the process by them before the engine has been stopped.
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         ended = asyncio.create_task(server.serve(sockets=[listener]), name="web server")
         try:
             await asyncio.to_thread(_check_model, settings)
             host, port = listener.getsockname()[:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}", services, ended
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}", services
         finally:
             server.should_exit = True
             await asyncio.wait({ended})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
@@ -39,20 +39,25 @@ def chunk_pages(
         chunk_size=chunk_tokens,
         chunk_overlap=overlap_tokens,
         length_function=count_tokens,
-        add_start_index=True,
     )
     chunks: list[Chunk] = []
     for page in pages:
-        for piece in splitter.create_documents([page.text]):
-            start = piece.metadata["start_index"]
-            chunks.append(
-                Chunk(
-                    document=document,
-                    number=len(chunks),
-                    page=page.number,
-                    start=start,
-                    end=start + len(piece.page_content),
-                    text=piece.page_content,
-                )
-            )
+        for start, end in _places(page.text, splitter.split_text(page.text)):
+            chunks.append(Chunk(document, len(chunks), page.number, start, end, page.text[start:end]))
     return chunks
+
+
+def _places(text: str, pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Where each piece lies in the text; the splitter's own index takes the overlap for characters and misses some.
+
+    A piece begins where the one before it ended, after blanks that were dropped, or earlier when the two overlap.
+    """
+    covered = 0
+    for piece in pieces:
+        rest = text[covered:]
+        latest = covered + len(rest) - len(rest.lstrip())
+        start = text.rfind(piece, 0, latest + len(piece))
+        # In a text that repeats itself a piece may match later than it was cut; the last ones then bring nothing new.
+        if start + len(piece) > covered:
+            covered = start + len(piece)
+            yield start, covered

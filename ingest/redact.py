@@ -11,7 +11,7 @@ import hmac
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -161,8 +161,17 @@ class _Presidio:
         return [Span(r.start, r.end, r.entity_type, r.score) for r in results]
 
 
-def _pieces(text: str) -> Sequence[tuple[int, int]]:
+def _pieces(text: str) -> Iterator[tuple[int, int]]:
     """Overlapping pieces that cover the text; an entity shorter than the overlap lies whole in one of them."""
-    if len(text) <= _PIECE:
-        return [(0, len(text))]
-    return [(start, min(start + _PIECE, len(text))) for start in range(0, len(text) - _OVERLAP, _PIECE - _OVERLAP)]
+    start = 0
+    while len(text) - start > _PIECE:
+        end = _word_start(text, start + _PIECE)
+        yield start, end
+        start = _word_start(text, end - _OVERLAP)
+    yield start, len(text)
+
+
+def _word_start(text: str, place: int) -> int:
+    """The nearest place before `place` that cuts no word in two: half a word may pass for a name."""
+    found = max(text.rfind(blank, place - _OVERLAP // 2, place) for blank in " \n")
+    return place if found == -1 else found + 1

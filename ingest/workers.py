@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -43,7 +46,9 @@ class Workers:
         if self._pool is None:
             # Spawned, not forked: this process has threads, and a fork would copy their locks.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(max_workers=1, mp_context=context)
+            self._pool = ProcessPoolExecutor(
+                max_workers=1, mp_context=context, initializer=_end_with_parent, initargs=(os.getpid(),)
+            )
         pool = self._pool
         self._running += 1
         try:
@@ -77,3 +82,14 @@ class Workers:
             with contextlib.suppress(ValueError):
                 process.kill()
         pool.shutdown(wait=False)
+
+
+def _end_with_parent(parent: int) -> None:
+    """In the child: watch the parent, which may be killed and then cannot end its children."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

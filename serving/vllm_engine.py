@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import structlog
 
+from serving import orphans
 from serving.config import EngineConfig
 from serving.engine import (
     Capabilities,
@@ -89,7 +90,7 @@ class VllmEngine:
     async def start(self) -> None:
         self._state = State("starting", "the model is loading")
         try:
-            self._llm = await asyncio.to_thread(self._load)
+            self._llm = await self._load_or_give_up()
             self._processes = await asyncio.to_thread(_engine_processes)
             self._state = State("ready")
             await self._warm_up()
@@ -220,11 +221,24 @@ class VllmEngine:
         assert self._llm is not None
         return PrefixMemory(int(self._llm.vllm_config.cache_config.block_size), self._kv_tokens or self._window)
 
+    async def _load_or_give_up(self) -> AsyncLLM:
+        """Load in a thread. A thread cannot be cancelled, so its processes are ended, which makes it fail soon."""
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            while not (await asyncio.wait({loading}, timeout=0.2))[0]:
+                await asyncio.to_thread(_end, _engine_processes())
+            if loading.exception() is None:
+                await asyncio.to_thread(loading.result().shutdown)
+            raise
+
     def _load(self) -> AsyncLLM:
         """Start the engine's processes; blocks for as long as that takes."""
         _require_vllm()
         check_window(self._folder, self._config.max_model_len)
         _set_environment(self._config, self._folder)
+        orphans.claim()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
