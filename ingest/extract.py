@@ -90,7 +90,7 @@ def check(name: str, data: bytes) -> MediaType:
             return kind
     if kind == "application/pdf":
         raise NoText(f"{name!r} has no text layer on any of its {pages:,} pages; run OCR on it and upload the result")
-    raise NoText(f"{name!r} holds no text")
+    raise NoText(f"{name!r} holds no text; choose a file with text in it")
 
 
 def extract(name: str, kind: MediaType, data: bytes) -> Extracted:
@@ -107,7 +107,7 @@ def extract(name: str, kind: MediaType, data: bytes) -> Extracted:
         else:
             pages.append(page)
     if not any(page.text.strip() for page in pages):
-        raise NoText(f"{name!r} holds no text that can be read")
+        raise NoText(f"{name!r} holds no text that can be read; mend it or save it anew and upload the result")
     return Extracted(tuple(pages), tuple(unreadable))
 
 
@@ -144,12 +144,16 @@ def _pdf_pages(name: str, data: bytes) -> Iterator[Page | None]:
             raise EncryptedFile(f"{name!r} needs a password; remove the protection and upload it again")
         count = len(reader.pages)
     except (DependencyError, FileNotDecryptedError) as error:
-        raise EncryptedFile(f"{name!r} is encrypted in a way that cannot be opened: {error}") from error
+        raise EncryptedFile(
+            f"{name!r} is encrypted in a way that cannot be opened ({error}); remove the protection and upload it again"
+        ) from error
     except EncryptedFile:
         raise
     # A parser fed with arbitrary bytes raises far more than its own errors; each of them means the same here.
     except Exception as error:
-        raise DamagedFile(f"{name!r} is damaged or cut off and cannot be opened ({type(error).__name__})") from error
+        raise DamagedFile(
+            f"{name!r} is damaged or cut off and cannot be opened ({type(error).__name__}); upload a whole copy of it"
+        ) from error
     labels = _labels(reader, count)
     for index in range(count):
         try:

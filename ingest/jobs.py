@@ -136,8 +136,13 @@ class Jobs:
             await self._end(id, "cancelled", _CANCELLED)
             return True
         if self._current is not None and self._current[0] == id:
-            self._current[1].cancel()
-            await asyncio.wait([self._current[1]])
+            task = self._current[1]
+            # A task cancelled before its first step would never end its document, so let it begin.
+            await asyncio.sleep(0)
+            # Without a stage it is ending already, and must not be torn out of its clean-up by a second call.
+            if id in self._stages:
+                task.cancel()
+            await asyncio.wait([task])
             return True
         return False
 

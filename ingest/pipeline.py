@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from ingest.chunk import chunk_pages
 from ingest.extract import MediaType, Page, extract
@@ -19,6 +20,9 @@ from retrieval.catalogue import Catalogue, Status, StoredPage
 from retrieval.embed import Embedder, TokenCounter
 from retrieval.passage import Chunk
 from retrieval.vectors import Vectors
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _EXTRACT_TIMEOUT_S = 120.0
 _BATCH_TIMEOUT_S = 120.0
@@ -77,7 +81,7 @@ async def ingest_document(
     chunks = await _chunk(id, pages, pipeline, report)
     await _embed(chunks, pipeline, report)
     report("storing", 0, len(pages), "pages")
-    await asyncio.to_thread(_store, id, pages, chunks, entities, pipeline)
+    await _to_its_end(_store, id, pages, chunks, entities, pipeline)
     return _outcome(extracted.unreadable)
 
 
@@ -137,13 +141,23 @@ async def _embed(chunks: Sequence[Chunk], pipeline: Pipeline, report: Report) ->
     report("embedding", 0, len(chunks), "chunks")
     for start in range(0, len(chunks), _CHUNKS_A_BATCH):
         batch = chunks[start : start + _CHUNKS_A_BATCH]
-        await asyncio.to_thread(pipeline.vectors.add, batch)
+        await _to_its_end(pipeline.vectors.add, batch)
         report("embedding", start + len(batch), len(chunks), "chunks")
 
 
 def _store(id: str, pages: Sequence[Page], chunks: Sequence[Chunk], entities: Counter[str], pipeline: Pipeline) -> None:
     stored = [StoredPage(id, p.number, p.label, p.text, pipeline.count_tokens(p.text)) for p in pages]
     pipeline.catalogue.store(id, stored, chunks, entities)
+
+
+async def _to_its_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run in a thread, and wait for it even when cancelled: what it writes after the clean-up would stay for ever."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def _batches(pages: Sequence[Page]) -> Iterator[Sequence[Page]]:

@@ -7,9 +7,11 @@ placeholder on every page and in every question, and nobody without the key can 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -114,15 +116,15 @@ def resolve(spans: Iterable[Span]) -> list[Span]:
 
 def load_key(file: Path) -> bytes:
     """The key of the placeholders, made at first use and readable by its owner only."""
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return file.read_bytes()
-    with os.fdopen(descriptor, "wb") as stream:
-        key = os.urandom(32)
-        stream.write(key)
-    return key
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Written beside its place and linked into it: nobody ever reads half a key, and the first one made stands.
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".key-") as stream:
+            stream.write(os.urandom(32))
+            stream.flush()
+            with contextlib.suppress(FileExistsError):
+                os.link(stream.name, file)
+    return file.read_bytes()
 
 
 @lru_cache(maxsize=2)

@@ -62,6 +62,11 @@ class Workers:
         except TimeoutError as error:
             self._discard(pool)
             raise WorkerCrashed(f"reading the file took longer than {limit_s:.0f} s and was stopped") from error
+        except asyncio.CancelledError:
+            # What nobody waits for any more must not hold up the next call.
+            if self._running == 1:
+                self._discard(pool)
+            raise
         finally:
             self._running -= 1
             if not self._running:

@@ -237,6 +237,8 @@ class Catalogue:
         with self._transaction() as session:
             session.execute(delete(_ChunkRow).where(_ChunkRow.document == id))
             session.execute(delete(_PageRow).where(_PageRow.document == id))
+            nothing = {"pages": 0, "chunks": 0, "tokens": None, "entities": "{}"}
+            session.execute(update(_DocumentRow).where(_DocumentRow.id == id).values(nothing))
 
     def count(self) -> int:
         """How many documents there are."""

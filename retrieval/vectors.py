@@ -28,9 +28,9 @@ class Vectors:
             ReindexNeeded: the folder's vectors were made by another embedding model.
             StorageFailed: the folder cannot be opened.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         settings = Settings(anonymized_telemetry=False, is_persistent=True, persist_directory=str(folder))
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             self._client = chromadb.PersistentClient(str(folder), settings)
             # Chroma keeps the metadata of the first time; it cannot be given again.
             _refuse_other_model(self._client, embedder.fingerprint)
@@ -53,6 +53,8 @@ class Vectors:
 
     def search(self, vector: list[float], documents: Sequence[str], limit: int) -> list[Hit]:
         """The chunks of these documents nearest to a unit vector, best first."""
+        if not documents:  # Chroma takes no empty list
+            return []
         found = self._store.similarity_search_by_vector_with_relevance_scores(
             vector, k=limit, filter={"document": {"$in": list(documents)}}
         )

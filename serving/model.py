@@ -165,15 +165,22 @@ def _read_folder(folder: Path, name: str) -> ModelFolder:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelUnusable(f"the model folder {str(folder)!r} has no config.json; is it the right folder?")
-    try:
-        config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise ModelUnusable(f"{str(config_file)!r} is not valid JSON ({error}); fetch the model again") from error
+    config = _read_json(config_file)
     if missing := _missing_files(folder):
         raise ModelUnusable(
             f"the model folder {str(folder)!r} is incomplete: {', '.join(missing)} missing; fetch the model again"
         )
     return ModelFolder(source=str(folder), name=name, config=config)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelUnusable(f"{str(file)!r} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(content, dict) or not content:
+        raise ModelUnusable(f"{str(file)!r} does not hold what a model needs; fetch the model again")
+    return content
 
 
 def _missing_files(folder: Path) -> list[str]:
@@ -182,7 +189,7 @@ def _missing_files(folder: Path) -> list[str]:
         missing.append("tokenizer.json")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        shards = set(_read_json(index).get("weight_map", {}).values())
         missing += sorted(shard for shard in shards if not (folder / shard).is_file())
     elif not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         missing.append("model.safetensors")

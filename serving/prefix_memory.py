@@ -37,7 +37,8 @@ class PrefixMemory:
         return blocks * self._block_size
 
     def _digests(self, salt: str, prompt: Sequence[int]) -> Iterator[bytes]:
-        digest = salt.encode()
+        # Digested first: the salt 'a1' before the token 2 must not read like the salt 'a' before the token 12.
+        digest = blake2b(salt.encode(), digest_size=16).digest()
         for start in range(0, len(prompt) - self._block_size + 1, self._block_size):
             block = ",".join(map(str, prompt[start : start + self._block_size])).encode()
             digest = blake2b(digest + block, digest_size=16).digest()

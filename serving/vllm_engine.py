@@ -105,6 +105,8 @@ class VllmEngine:
         self._state = State("stopped", "the engine was stopped")
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+            # Its finaliser would shut it down once more, and fail when that happens at the interpreter's end.
+            llm.shutdown = _nothing
         await asyncio.to_thread(_end, self._processes)
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
@@ -402,6 +404,10 @@ def _require_vllm() -> None:
             "the installed vLLM finds no device: the CUDA build needs an NVIDIA driver; "
             "without a GPU install the CPU build with 'pip install foreword[cpu]'"
         )
+
+
+def _nothing() -> None:
+    """In place of a method that must not run again."""
 
 
 def _on_cpu() -> bool:
