@@ -243,7 +243,9 @@ async def _ask(client: Client, body: dict[str, Any]) -> None:
                 print()
                 for number, citation in enumerate(data["citations"], start=1):
                     where = f"{citation['name']}, page {citation['page']}"
-                    _err.print(f"  [{number}] {where}: {citation['quote']}", markup=False, highlight=False)
+                    _err.print(
+                        f"  [{number}] {where}: {citation['quote']}", markup=False, highlight=False, soft_wrap=True
+                    )
             elif name == "done":
                 timings, prefill = data["timings"], data["prefill"]
                 first = "no text" if timings["ttft"] is None else f"first text after {timings['ttft']:.2f} s"
