@@ -106,11 +106,17 @@ class Catalogue:
     """Documents, pages and chunks behind a SQLAlchemy URL."""
 
     def __init__(self, url: str) -> None:
-        self._engine = create_engine(url)
-        if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine, "connect", _set_sqlite_pragmas)
-        self._sessions = sessionmaker(self._engine)
+        """Open the database and make its tables.
+
+        Raises:
+            StorageFailed: it cannot be opened, or the URL names none.
+        """
         with _translated():
+            # Errors would quote the values of a statement, which are text of documents.
+            self._engine = create_engine(url, hide_parameters=True)
+            if self._engine.dialect.name == "sqlite":
+                event.listen(self._engine, "connect", _set_sqlite_pragmas)
+            self._sessions = sessionmaker(self._engine)
             _Base.metadata.create_all(self._engine)
 
     def close(self) -> None:
@@ -263,7 +269,8 @@ def _set_sqlite_pragmas(connection: object, _: object) -> None:
 def _translated() -> Iterator[None]:
     try:
         yield
-    except SQLAlchemyError as error:
+    # A URL may name a database whose driver is not installed.
+    except (SQLAlchemyError, ModuleNotFoundError) as error:
         cause = getattr(error, "orig", None) or error
         raise StorageFailed(f"the catalogue cannot be read or written: {cause}") from error
 

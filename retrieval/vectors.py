@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import chromadb
@@ -19,7 +20,7 @@ _COLLECTION = "chunks"
 
 
 class Vectors:
-    """Adds, searches and deletes chunks by document."""
+    """Adds, searches and deletes chunks by document; StorageFailed is raised when the folder fails meanwhile."""
 
     def __init__(self, folder: Path, embedder: Embedder) -> None:
         """Open the folder.
@@ -45,36 +46,48 @@ class Vectors:
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Embed and store chunks of one document; a chunk that is there already is replaced."""
-        self._store.add_texts(
-            texts=[chunk.text for chunk in chunks],
-            metadatas=[{"document": chunk.document, "number": chunk.number} for chunk in chunks],
-            ids=[f"{chunk.document}:{chunk.number}" for chunk in chunks],
-        )
+        with _translated():
+            self._store.add_texts(
+                texts=[chunk.text for chunk in chunks],
+                metadatas=[{"document": chunk.document, "number": chunk.number} for chunk in chunks],
+                ids=[f"{chunk.document}:{chunk.number}" for chunk in chunks],
+            )
 
     def search(self, vector: list[float], documents: Sequence[str], limit: int) -> list[Hit]:
         """The chunks of these documents nearest to a unit vector, best first."""
         if not documents:  # Chroma takes no empty list
             return []
-        found = self._store.similarity_search_by_vector_with_relevance_scores(
-            vector, k=limit, filter={"document": {"$in": list(documents)}}
-        )
+        with _translated():
+            found = self._store.similarity_search_by_vector_with_relevance_scores(
+                vector, k=limit, filter={"document": {"$in": list(documents)}}
+            )
         # The collection measures cosine distance; LangChain hands it on as it is.
         return [Hit(item.metadata["document"], item.metadata["number"], 1.0 - distance) for item, distance in found]
 
     def delete(self, document: str) -> None:
         """Remove all chunks of a document."""
-        self._client.get_collection(_COLLECTION).delete(where={"document": document})
+        with _translated():
+            self._client.get_collection(_COLLECTION).delete(where={"document": document})
 
     def count(self, document: str | None = None) -> int:
         """How many chunks are stored, in all or of one document."""
-        collection = self._client.get_collection(_COLLECTION)
-        if document is None:
-            return collection.count()
-        return len(collection.get(where={"document": document}, include=[])["ids"])
+        with _translated():
+            collection = self._client.get_collection(_COLLECTION)
+            if document is None:
+                return collection.count()
+            return len(collection.get(where={"document": document}, include=[])["ids"])
 
     def close(self) -> None:
         """Release the folder."""
         self._client.close()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (ChromaError, OSError) as error:
+        raise StorageFailed(f"the vector store cannot be read or written: {error}") from error
 
 
 def _refuse_other_model(client: ClientAPI, fingerprint: str) -> None:

@@ -66,8 +66,8 @@ def resolve_model(setting: str, models_dir: Path) -> ModelFolder:
     """
     if setting == PACKAGED:
         return _read_folder(prepare_packaged(models_dir), "SmolLM2-135M-Instruct")
-    folder = Path(setting).expanduser()
-    if folder.is_dir():
+    folder = _as_folder(setting)
+    if folder is not None:
         return _read_folder(folder, folder.resolve().name)
     looks_like_hub_id = setting.count("/") == 1 and not setting.startswith(("/", ".", "~"))
     if looks_like_hub_id:
@@ -159,6 +159,14 @@ def _dequantise(gguf: Path, target: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def _as_folder(setting: str) -> Path | None:
+    try:
+        folder = Path(setting).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError):  # a name too long; the home of a user who does not exist
+        return None
 
 
 def _read_folder(folder: Path, name: str) -> ModelFolder:

@@ -7,6 +7,7 @@ fitted to the last observations, weighted so that relative errors count.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -23,7 +24,7 @@ class PrefillSpeed:
 
     def observe(self, computed: int, cached: int, seconds: float) -> None:
         """Record that `computed` tokens after `cached` ones took `seconds`."""
-        if computed <= 0 or seconds <= 0:
+        if computed <= 0 or cached < 0 or not 0 < seconds < math.inf:
             return
         self._costs.append(_costs(computed, cached))
         self._seconds.append(seconds)

@@ -21,7 +21,8 @@ class PrefixMemory:
 
     def add(self, salt: str, prompt: Sequence[int]) -> None:
         """Remember a prompt that the engine has read."""
-        for digest in self._digests(salt, prompt):
+        # The last block is the oldest: like vLLM, which frees from the end, so that a prefix remains.
+        for digest in reversed(list(self._digests(salt, prompt))):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
         while len(self._blocks) > self._capacity:

@@ -177,5 +177,7 @@ class ScriptedEngine:
         try:
             await asyncio.wait_for(self._dead.wait(), timeout=max(seconds, 0.0))
         except TimeoutError:
-            return
+            # A wait of no length ends before it has looked.
+            if not self._dead.is_set():
+                return
         raise EngineDied("the engine died while it worked on this question; ask again")

@@ -153,7 +153,8 @@ class VllmEngine:
         return Progress(started=is_next, done=reading.done, total=reading.total)
 
     def plan(self, request: Request) -> Plan:
-        cached = self._cache.cached_tokens(request.salt, request.prompt)
+        # While it is being loaded, nothing is cached.
+        cached = 0 if self._llm is None else self._cache.cached_tokens(request.salt, request.prompt)
         computed = len(request.prompt) - cached
         own = self._speed.estimate(computed, cached)
         before = [self._speed.estimate(other.total - other.done, other.done) for other in self._reading.values()]
@@ -204,9 +205,11 @@ class VllmEngine:
     @cached_property
     def _control_tokens(self) -> dict[str, str]:
         """Every control token and the same text with a zero-width space inside, which no tokenizer takes for it."""
-        return {token: token[0] + "\u200b" + token[1:] for token in self._tokenizer.all_special_tokens}
+        # Besides the named ones, tokenizers have control tokens for code and tools, such as <filename>.
+        added = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return {token: token[0] + "\u200b" + token[1:] for token in (*self._tokenizer.all_special_tokens, *added)}
 
-    @cached_property
+    @property
     def _window(self) -> int:
         if self._llm is not None:
             return int(self._llm.model_config.max_model_len)

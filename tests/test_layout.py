@@ -43,14 +43,15 @@ def _on_disk(root: Path) -> set[str]:
         check=True,
     ).stdout.splitlines()
     paths: set[str] = set()
-    for name in filter(lambda name: (root / name).exists(), listed):
+    shown = (name for name in listed if (root / name).exists() and "/." not in f"/{name}")
+    for name in shown:
         parts = name.split("/")
         if len(parts) == 1 or (parts[0] in PACKAGES and len(parts) == 2):
-            if parts[-1] != "__init__.py" and not name.startswith("."):
+            if parts[-1] != "__init__.py":
                 paths.add(name)
-        elif not name.startswith("."):
+        else:
             paths.add("/".join(parts[:2]) + ("/" if len(parts) > 2 else ""))
-        if len(parts) > 1 and not name.startswith("."):
+        if len(parts) > 1:
             paths.add(parts[0] + "/")
     return paths
 

@@ -1,0 +1,109 @@
+"""The child process: results, crashes, hangs, idleness. Its tasks are functions of the standard library."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import os
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from ingest.errors import WorkerCrashed
+from ingest.workers import Workers
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+async def own() -> AsyncIterator[Workers]:
+    """Workers that a test may break."""
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+async def process_of(workers: Workers) -> psutil.Process:
+    return psutil.Process(await workers.run(LONG_S, os.getpid))
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+async def until_gone(process: psutil.Process) -> None:
+    async with asyncio.timeout(10):
+        while not gone(process):
+            await asyncio.sleep(0.02)
+
+
+async def test_result_errors_and_one_process(own: Workers) -> None:
+    assert await own.run(LONG_S, operator.add, 1, 2) == 3
+    assert await own.run(LONG_S, sorted, [2, 1], reverse=True) == [2, 1]
+    # An error of the function is handed on, and is no crash.
+    with pytest.raises(ZeroDivisionError):
+        await own.run(LONG_S, operator.truediv, 1, 0)
+    pids = await asyncio.gather(*(own.run(LONG_S, os.getpid) for _ in range(3)))
+    assert len(set(pids)) == 1
+    assert pids[0] != os.getpid()
+
+
+async def test_crash_is_told_and_the_next_call_works(own: Workers) -> None:
+    with pytest.raises(WorkerCrashed, match="killed or crashed"):
+        await own.run(LONG_S, os._exit, 7)
+    assert await own.run(LONG_S, operator.add, 1, 2) == 3
+
+
+async def test_kill_from_outside(own: Workers) -> None:
+    process = await process_of(own)
+    task = asyncio.create_task(own.run(LONG_S, time.sleep, LONG_S))
+    await asyncio.sleep(0.1)
+    process.kill()
+    with pytest.raises(WorkerCrashed):
+        await task
+
+
+async def test_time_limit_ends_the_process_and_the_next_call_works(own: Workers) -> None:
+    process = await process_of(own)
+    started = time.monotonic()
+    with pytest.raises(WorkerCrashed, match="longer than 0 s"):
+        await own.run(0.2, time.sleep, LONG_S)
+    assert time.monotonic() - started < 5
+    await until_gone(process)
+    assert await own.run(LONG_S, operator.add, 1, 2) == 3
+
+
+async def test_a_cancelled_call_does_not_hold_up_the_next(own: Workers) -> None:
+    await process_of(own)
+    task = asyncio.create_task(own.run(LONG_S, time.sleep, LONG_S))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await own.run(10, operator.add, 1, 2) == 3
+
+
+async def test_idle_process_ends_and_a_later_call_starts_another() -> None:
+    workers = Workers(idle_s=0.05)
+    process = await process_of(workers)
+    await until_gone(process)
+    assert (await process_of(workers)).pid != process.pid
+    workers.close()
+
+
+async def test_work_keeps_the_process_from_being_idle() -> None:
+    workers = Workers(idle_s=0.3)
+    process = await process_of(workers)
+    await workers.run(LONG_S, time.sleep, 0.6)
+    assert (await process_of(workers)).pid == process.pid
+    workers.close()
+
+
+async def test_close(own: Workers) -> None:
+    own.close()
+    process = await process_of(own)
+    own.close()
+    own.close()
+    await until_gone(process)
