@@ -217,7 +217,11 @@ class Jobs:
             log.error("ingest_broke", document=id, error=type(error).__name__)
         self._stages.pop(id, None)
         if status not in READABLE:
-            await asyncio.to_thread(self._remove_parts, id)
+            try:
+                await asyncio.to_thread(self._remove_parts, id)
+            # What cannot be removed is never read, because only readable documents are; the document must end.
+            except Exception as error:
+                log.error("parts_not_removed", document=id, error=type(error).__name__)
         await self._end(id, status, reason)
         if status in READABLE and upload.on_duplicate == "replace":
             await self._delete_older(id, upload)

@@ -42,6 +42,7 @@ _THRESHOLD = 0.4
 _PIECE = 20_000
 _OVERLAP = 200
 _WHITE_SPACE = re.compile(r"\s+")
+_POSSESSIVE = re.compile("['’]s?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ class Redactor:
 
 
 def placeholder(key: bytes, entity: str, value: str) -> str:
-    """The placeholder of a value: equal values, whatever their case and spacing, share one."""
-    same = _WHITE_SPACE.sub(" ", value).strip().casefold()
+    """The placeholder of a value: equal values, whatever their case, spacing and genitive, share one."""
+    # spaCy takes the "'s" of a name for a part of it.
+    same = _POSSESSIVE.sub("", _WHITE_SPACE.sub(" ", value).strip().casefold())
     digest = hmac.new(key, f"{entity}:{same}".encode(), sha256).hexdigest()
     return f"<{entity}_{digest[:6]}>"
 

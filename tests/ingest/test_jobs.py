@@ -60,6 +60,7 @@ class Gate:
 
     reached: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
+    passed: threading.Event = field(default_factory=threading.Event)
 
     def hold(self, patch: pytest.MonkeyPatch, part: object, method: str) -> None:
         original = getattr(part, method)
@@ -67,7 +68,10 @@ class Gate:
         def held(*args: Any) -> Any:
             self.reached.set()
             assert self.opened.wait(LIMIT_S)
-            return original(*args)
+            try:
+                return original(*args)
+            finally:
+                self.passed.set()
 
         patch.setattr(part, method, held)
 
@@ -296,6 +300,8 @@ async def test_end_while_something_is_being_written(
     gate.opened.set()
     async with asyncio.timeout(LIMIT_S):
         await ending
+    # Not before the thread is through, whoever waited for it.
+    assert await asyncio.to_thread(gate.passed.wait, LIMIT_S)
     assert_nothing_left(pipeline, id)
     if how == "cancel":
         document = pipeline.catalogue.get(id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -165,27 +165,6 @@ def test_unusable_folder(tmp_path: Path, embedder: Embedder, place: str) -> None
     (tmp_path / "garbage" / "chroma.sqlite3").write_bytes(b"garbage" * 1000)
     with pytest.raises(StorageFailed, match=f"the vector store in '.*{place}' cannot be opened"):
         Vectors(tmp_path / place, embedder)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(lambda v, e: v.add(chunks_of("ships")), id="add"),
-        pytest.param(lambda v, e: v.search(e.embed_query("ferry"), ["ships"], 3), id="search"),
-        pytest.param(lambda v, e: v.delete("ships"), id="delete"),
-        pytest.param(lambda v, e: v.count(), id="count"),
-        pytest.param(lambda v, e: v.count("ships"), id="count of one"),
-    ],
-)
-def test_a_store_that_breaks_while_it_is_open(
-    tmp_path: Path, embedder: Embedder, call: Callable[[Vectors, Embedder], object]
-) -> None:
-    vectors = Vectors(tmp_path / "vectors", embedder)
-    vectors.add(chunks_of("ships"))
-    (tmp_path / "vectors" / "chroma.sqlite3").write_bytes(b"garbage" * 1000)
-    with pytest.raises(StorageFailed, match="the vector store cannot be read or written"):
-        call(vectors, embedder)
-    vectors.close()
 
 
 @settings(max_examples=15, deadline=None)
