@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from datetime import datetime
 from typing import Annotated
@@ -15,6 +16,7 @@ from app.stream import EventResponse, encode
 from app.upload import read_uploads
 from ingest.jobs import Stage
 from retrieval.catalogue import Document
+from retrieval.errors import UnknownDocument
 
 router = APIRouter(prefix="/v1/documents", tags=["documents"])
 
@@ -150,8 +152,10 @@ async def delete(id: str, request: Request) -> None:
 
 
 async def _statuses(id: str, services: Services) -> AsyncIterator[bytes]:
-    async for document in services.jobs.watch(id):
-        yield encode("status", _body(document, services).model_dump(mode="json"))
+    # A document that is deleted meanwhile has no status any more; its stream just ends.
+    with contextlib.suppress(UnknownDocument):
+        async for document in services.jobs.watch(id):
+            yield encode("status", _body(document, services).model_dump(mode="json"))
 
 
 def _services(request: Request) -> Services:

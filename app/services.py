@@ -42,6 +42,7 @@ class Services:
     catalogue: Catalogue
     vectors: Vectors
     embedder: Embedder
+    checks: Workers
     workers: Workers
     jobs: Jobs
     engine: Engine
@@ -66,6 +67,7 @@ class Services:
     async def stop(self) -> None:
         """Stop in the opposite order; safe after a failed start."""
         await self.jobs.stop()
+        self.checks.close()
         self.workers.close()
         await self.engine.stop()
         self.vectors.close()
@@ -110,7 +112,8 @@ def build_services(settings: Settings, engine: Engine | None = None) -> Services
         embedder = Embedder(settings.embedding_model)
         vectors = Vectors(folder / "vectors", embedder)
         undo.callback(vectors.close)
-        workers = Workers()
+        # Uploads are checked in a process of their own, so that a slow ingest does not hold them up.
+        checks, workers = Workers(), Workers()
         engine = engine or _engine(settings)
         registry = CollectorRegistry()
         metrics = Metrics(registry)
@@ -124,7 +127,7 @@ def build_services(settings: Settings, engine: Engine | None = None) -> Services
         )
         jobs = Jobs(pipeline, on_end=metrics.ingested)
         undo.pop_all()
-    return Services(settings, key, catalogue, vectors, embedder, workers, jobs, engine, metrics, registry, lock)
+    return Services(settings, key, catalogue, vectors, embedder, checks, workers, jobs, engine, metrics, registry, lock)
 
 
 def _engine(settings: Settings) -> Engine:

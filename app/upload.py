@@ -43,7 +43,7 @@ async def read_uploads(request: Request, services: Services) -> list[Upload]:
         for file in files:
             name = await asyncio.to_thread(_redacted_name, clean_name(file.filename or ""), services)
             data = await file.read()
-            kind = await services.workers.run(_CHECK_TIMEOUT_S, check, name, data)
+            kind = await services.checks.run(_CHECK_TIMEOUT_S, check, name, data)
             digest = hmac.new(services.key, data, sha256).hexdigest()
             uploads.append(Upload(name, kind, data, digest, collection, on_duplicate))
         return uploads

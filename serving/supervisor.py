@@ -27,7 +27,7 @@ from serving.engine import (
     State,
     Stats,
 )
-from serving.errors import EngineUnavailable, ServingError
+from serving.errors import EngineUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -155,8 +155,9 @@ class SupervisedEngine:
             self._engine = self._make()
             try:
                 await self._engine.start()
-            except ServingError as error:
-                reason = str(error)
+            # Whatever it is, an engine that does not start has died once more.
+            except Exception as error:
+                reason = str(error) or type(error).__name__
                 continue
             self._state = State("ready")
             log.info("engine_restarted")

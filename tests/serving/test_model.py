@@ -54,7 +54,9 @@ def _without(*names: str, **changed: str) -> dict[str, str]:
             WHOLE | {"model.safetensors.index.json": "{broken"}, "index.json' is not valid JSON", id="broken index"
         ),
         pytest.param(
-            {"config.json": WHOLE["config.json"]}, "tokenizer.json, model.safetensors missing", id="nothing but a config"
+            {"config.json": WHOLE["config.json"]},
+            "tokenizer.json, model.safetensors missing",
+            id="nothing but a config",
         ),
     ],
 )
@@ -219,9 +221,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
             131_072,
             id="the stated window is scaled already",
         ),
-        pytest.param(
-            {"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "default"}}, 4096, id="no factor"
-        ),
+        pytest.param({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "default"}}, 4096, id="no factor"),
     ],
 )
 def test_the_window_of_a_model(config: dict[str, Any], window: int | None) -> None:
