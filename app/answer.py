@@ -221,6 +221,7 @@ async def answer(prepared: Prepared, services: Services) -> AsyncIterator[Event]
     finish_reason = None
     prefill = Prefill(len(prepared.request.prompt))
     yield prepared.context
+    asked = time.perf_counter()
     async with services.turn(prepared.request):
         sent = time.perf_counter()
         async for item in _with_progress(prepared, services, sent):
@@ -229,7 +230,8 @@ async def answer(prepared: Prepared, services: Services) -> AsyncIterator[Event]
                 continue
             tokens, finish_reason = item.tokens, item.finish_reason or finish_reason
             if item.prefill is not None:
-                prefill, timings.queue = item.prefill, item.queue
+                prefill = item.prefill
+                timings.queue = None if item.queue is None else item.queue + sent - asked
             if item.text:
                 if timings.ttft is None:
                     now = time.perf_counter()

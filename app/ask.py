@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
+import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -24,11 +25,12 @@ from app.answer import (
     answer,
     prepare_answer,
 )
-from app.errors import HANDLED, describe
+from app.errors import INTERNAL, describe
 from app.services import Services
 from app.stream import EventResponse, encode, until_client_leaves
 
 router = APIRouter(prefix="/v1", tags=["questions"])
+log = structlog.get_logger(__name__)
 
 _NAMES: dict[type[Any], str] = {
     Context: "context",
@@ -97,9 +99,12 @@ async def _events(prepared: Prepared, services: Services) -> AsyncIterator[bytes
     try:
         async for event in events:
             yield encode(_NAMES[type(event)], asdict(event))
-    except HANDLED as error:
+    except Exception as error:
+        # The stream has begun, so whatever went wrong can only be told in it.
         _, told = describe(error)
         services.metrics.failed(told.type)
+        if told.type == INTERNAL:
+            log.error("answer_broke", error=type(error).__name__)
         yield encode("error", asdict(told))
     except (asyncio.CancelledError, GeneratorExit):
         services.metrics.cancelled()

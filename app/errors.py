@@ -51,6 +51,7 @@ _TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (StorageFailed, 507, "storage_failed"),
 )
 HANDLED = tuple(kind for kind, _, _ in _TABLE)
+INTERNAL = "internal"
 
 
 def describe(error: Exception) -> tuple[int, ErrorBody]:
@@ -58,7 +59,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     for kind, status, name in _TABLE:
         if isinstance(error, kind):
             return status, ErrorBody(name, str(error))
-    return 500, ErrorBody("internal", f"an internal error ended the request ({error.__class__.__name__})")
+    return 500, ErrorBody(INTERNAL, f"an internal error ended the request ({error.__class__.__name__})")
 
 
 def respond(error: Exception) -> JSONResponse:
@@ -87,7 +88,7 @@ def install(app: FastAPI) -> None:
         body = {"error": {"type": "not_found" if error.status_code == 404 else "http", "message": error.detail}}
         return JSONResponse(body, error.status_code, error.headers)
 
-    for kind in HANDLED:
+    for kind in (*HANDLED, Exception):
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(RequestValidationError, handle_invalid)
     app.add_exception_handler(HTTPException, handle_http)

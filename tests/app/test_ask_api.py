@@ -248,3 +248,16 @@ def test_states_and_errors_read_well() -> None:
     assert State("ready").ready
     assert not State("down", "why").ready
     assert "ask again" in str(EngineDied("it died; ask again"))
+
+
+async def test_a_mistake_of_our_own_ends_the_stream_with_an_error_event(
+    service: Service, report_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret text")
+
+    monkeypatch.setattr("app.answer.cite", broken)
+    events = await _events(service, "Does it break?", documents=[report_id])
+    assert events[-1][0] == "error"
+    assert events[-1][1]["type"] == "internal"
+    assert "secret" not in events[-1][1]["message"]
