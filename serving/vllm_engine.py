@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Measured on two cores: a larger budget makes steps longer and prefill no faster (docs/architecture.md).
+# Measured on two cores: a larger budget makes steps longer and prefill no faster (docs/log.md).
 _CPU_TOKEN_BUDGET = 512
 _GPU_TOKEN_BUDGET = 16_384
 _CPU_BLOCK_SIZE = 32
