@@ -12,6 +12,7 @@ import hmac
 import os
 import re
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -159,9 +160,12 @@ _IGNORED_LABELS = (
 class _Presidio:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        # spaCy promises nothing to threads, and questions come in several.
+        self._one_at_a_time = threading.Lock()
 
     def find(self, text: str) -> list[Span]:
-        results = self._engine.analyze(text, language="en", entities=list(ENTITIES), score_threshold=_THRESHOLD)
+        with self._one_at_a_time:
+            results = self._engine.analyze(text, language="en", entities=list(ENTITIES), score_threshold=_THRESHOLD)
         return [Span(r.start, r.end, r.entity_type, r.score) for r in results]
 
 

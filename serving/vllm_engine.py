@@ -40,6 +40,7 @@ from serving.errors import (
     EngineDied,
     EngineMissing,
     EngineUnavailable,
+    ModelUnusable,
     Overloaded,
     PromptTooLong,
     ServingError,
@@ -242,6 +243,7 @@ class VllmEngine:
         """Start the engine's processes; blocks for as long as that takes."""
         _require_vllm()
         check_window(self._folder, self._config.max_model_len)
+        self._require_chat_template()
         _set_environment(self._config, self._folder)
         orphans.claim()
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -250,6 +252,13 @@ class VllmEngine:
             return AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=[self._step_logger()])
         except Exception as error:
             raise StartError(f"the engine did not start: {error}") from error
+
+    def _require_chat_template(self) -> None:
+        if not self._tokenizer.chat_template:
+            raise ModelUnusable(
+                f"the model {self._folder.name!r} has no chat template, so it is not made for questions; "
+                "set FOREWORD_MODEL to a model that was tuned to follow instructions"
+            )
 
     def _engine_args(self) -> AsyncEngineArgs:
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -175,16 +175,24 @@ async def test_old_deaths_are_forgiven(kept: list[SupervisedEngine]) -> None:
     await until(lambda: len(factory.made) == 6 and engine.state.ready)
 
 
-async def test_a_failed_restart_is_a_death(kept: list[SupervisedEngine]) -> None:
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        pytest.param(StartError("no memory is left"), "no memory is left", id="of its own kind"),
+        pytest.param(OSError("no space is left"), "no space is left", id="of any kind"),
+        pytest.param(AssertionError(), "AssertionError", id="without a word"),
+    ],
+)
+async def test_a_failed_restart_is_a_death(kept: list[SupervisedEngine], failure: Exception, reason: str) -> None:
     def fail_later(number: int, engine: Engine) -> None:
-        engine.failure = StartError("no memory is left") if number else None
+        engine.failure = failure if number else None
 
     factory = Factory(prepare=fail_later)
     engine = await supervised(kept, factory)
     factory.made[0].die()
     await until_phase(engine, "down")
     assert engine.state.reason is not None
-    assert "last because no memory is left" in engine.state.reason
+    assert f"last because {reason};" in engine.state.reason
     assert len(factory.made) == 3
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from serving import vllm_engine
 from serving.config import EngineConfig
 from serving.engine import Request
-from serving.errors import EngineMissing, EngineUnavailable, StartError
+from serving.errors import EngineMissing, EngineUnavailable, ModelUnusable, StartError
 from serving.model import ModelFolder
 from serving.vllm_engine import VllmEngine
 
@@ -160,3 +160,18 @@ def test_no_logprobs(logprobs: list[object] | None) -> None:
 def test_logprobs_are_plain_numbers() -> None:
     position = {7: SimpleNamespace(logprob=-0.5), 9: SimpleNamespace(logprob=-2.0)}
     assert vllm_engine._plain_logprobs([position]) == [{7: -0.5, 9: -2.0}]
+
+
+def test_a_model_without_a_chat_template_is_refused_by_name() -> None:
+    """Base models load well, but every question would fail."""
+    engine = VllmEngine(EngineConfig(model="some/base"))
+    engine.__dict__["_tokenizer"] = SimpleNamespace(chat_template=None)
+    with pytest.raises(ModelUnusable, match="'some/base' has no chat template"):
+        engine._require_chat_template()
+
+
+def test_the_window_of_a_hub_model_is_its_own_once_it_is_loaded() -> None:
+    engine = VllmEngine(EngineConfig(model="some/model"))
+    assert engine._window == 8192
+    engine._llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=40_960))  # type: ignore[assignment]
+    assert engine._window == 40_960
