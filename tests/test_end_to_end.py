@@ -1,6 +1,6 @@
-"""What a user gets: `foreword serve` with the real engine, asked over HTTP about a generated 40-page PDF.
+"""What a user gets: `make serve` with the real engine, asked over HTTP about a generated 40-page PDF.
 
-The service is started once, in a process of its own. The tests run in the order they stand in: the last ones kill
+The service is started once, by the command that the README names. The tests run in the order they stand in: the last ones kill
 parts of it.
 """
 
@@ -32,13 +32,18 @@ START_S = 240.0
 
 @dataclass
 class Served:
-    """A running `foreword serve`, its data folder and all that it printed."""
+    """A running `make serve`, its data folder and all that it printed."""
 
     process: subprocess.Popen[bytes]
     http: httpx.Client
     data: Path
     log: Path
     answers: list[str] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        """The service's own process, below make."""
+        return int((self.data / "lock").read_text())
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S
@@ -74,7 +79,7 @@ class Served:
         return round(sum(float(n) for n in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)))
 
     def engine_process(self, title: str) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        children = psutil.Process(self.pid).children(recursive=True)
         return next(child for child in children if title in child.name())
 
 
@@ -91,22 +96,29 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"FOREWORD_DATA_DIR": str(data), "FOREWORD_KV_GIB": "1"}
+    environment = os.environ | {
+        "FOREWORD_DATA_DIR": str(data),
+        "FOREWORD_KV_GIB": "1",
+        "FOREWORD_PORT": str(port),
+    }
     with log.open("wb") as output:
-        process = _serve(port, environment, output)
+        process = _make_serve(environment, output)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False) as http:
             service = Served(process, http, data, log)
             try:
                 service.wait_until_ready()
                 yield service
             finally:
-                process.terminate()
-                process.wait(30)
+                if process.poll() is None:
+                    os.kill(service.pid, signal.SIGTERM)
+                    process.wait(30)
 
 
-def _serve(port: int, environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "app.cli", "serve", "--port", str(port)]
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+def _make_serve(environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    root = Path(__file__).parent.parent
+    # The variables of an outer make would have this one share its jobs.
+    environment = {name: value for name, value in environment.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.Popen(["make", "serve"], cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _share_prepared_model(data: Path) -> None:
@@ -277,8 +289,8 @@ def test_a_killed_core_leaves_no_process_behind(served: Served) -> None:
 
 
 def test_a_signal_ends_it_and_all_its_processes(served: Served) -> None:
-    everything = [psutil.Process(served.process.pid), *psutil.Process(served.process.pid).children(recursive=True)]
-    served.process.send_signal(signal.SIGTERM)
+    everything = [psutil.Process(served.pid), *psutil.Process(served.pid).children(recursive=True)]
+    os.kill(served.pid, signal.SIGTERM)
     assert served.process.wait(30) == 0
     _, alive = psutil.wait_procs(everything, timeout=5)
     assert alive == []

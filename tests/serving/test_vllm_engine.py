@@ -173,5 +173,5 @@ def test_a_model_without_a_chat_template_is_refused_by_name() -> None:
 def test_the_window_of_a_hub_model_is_its_own_once_it_is_loaded() -> None:
     engine = VllmEngine(EngineConfig(model="some/model"))
     assert engine._window == 8192
-    engine._llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=40_960))  # type: ignore[assignment]
+    engine._llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=40_960))
     assert engine._window == 40_960
