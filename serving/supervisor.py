@@ -6,7 +6,6 @@ It is an engine itself. While it has no living engine, requests are refused with
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -72,8 +71,7 @@ class SupervisedEngine:
     async def stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+            await asyncio.wait({self._watch})
             self._watch = None
         self._state = State("stopped", "the service is shutting down")
         await self._engine.stop()
@@ -145,15 +143,15 @@ class SupervisedEngine:
                     "mend the cause and restart the service",
                 )
                 log.error("engine_given_up", reason=reason)
-                await self._engine.stop()
+                await self._stop_engine()
                 return
             wait = min(self._policy.first_wait_s * 2 ** (len(self._deaths) - 1), self._policy.longest_wait_s)
             self._state = State("restarting", reason)
             log.warning("engine_restarting", reason=reason, wait_s=wait)
-            await self._engine.stop()
+            await self._stop_engine()
             await asyncio.sleep(wait)
-            self._engine = self._make()
             try:
+                self._engine = self._make()
                 await self._engine.start()
             # Whatever it is, an engine that does not start has died once more.
             except Exception as error:
@@ -162,6 +160,13 @@ class SupervisedEngine:
             self._state = State("ready")
             log.info("engine_restarted")
             return
+
+    async def _stop_engine(self) -> None:
+        """Stop a dead engine; that it cannot be stopped must not keep the next one from starting."""
+        try:
+            await self._engine.stop()
+        except Exception as error:
+            log.error("engine_not_stopped", error=str(error))
 
     def _may_restart(self) -> bool:
         """Count a death; false when it was one too many."""

@@ -105,6 +105,9 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         self._state = State("stopped", "the engine was stopped")
         if llm is not None:
+            if llm.output_handler is not None and not self._pending:
+                # It would log the engine's orderly end as a failure; with requests left, it has to tell them.
+                llm.output_handler.cancel()
             await asyncio.to_thread(llm.shutdown)
             # Its finaliser would shut it down once more, and fail when that happens at the interpreter's end.
             llm.shutdown = _nothing

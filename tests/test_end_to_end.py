@@ -1,7 +1,7 @@
 """What a user gets: `make serve` with the real engine, asked over HTTP about a generated 40-page PDF.
 
-The service is started once, by the command that the README names. The tests run in the order they stand in: the last ones kill
-parts of it.
+The service is started once, by the command that the README names. The tests run in the order they stand in: the last
+ones kill parts of it.
 """
 
 from __future__ import annotations
