@@ -35,6 +35,7 @@ _PAGE_CHARACTERS = 3000
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
+_LABEL = re.compile(r"[A-Za-z]?-?(?:\d{1,4}|[ivxlcdm]{1,8}|[IVXLCDM]{1,8})")
 _FULL_LINE = 0.7
 _SENTENCE_ENDS = (".", "!", "?", ":", "。", "！", "？", "：")
 _CJK_BREAK = re.compile("[\u3000-\u9fff\uf900-\ufaff\uff00-\uffef]{2}")
@@ -126,7 +127,9 @@ def _paginate(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > _PAGE_CHARACTERS:
         end = start + _PAGE_CHARACTERS
-        for mark in ("\n\n", "\n", "。", ". ", " "):
+        # Pages are redacted one by one, so a cut inside a value would hide it: never within a run without a separator
+        # while there is one.
+        for mark in ("\n\n", "\n", "。", ". ", ";", "；", ",", "，", "\t", " "):
             found = text.rfind(mark, start + _PAGE_CHARACTERS // 2, end)
             if found != -1:
                 end = found + len(mark)
@@ -185,7 +188,10 @@ def _labels(reader: PdfReader, count: int) -> list[str]:
         labels = reader.page_labels
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         labels = []
-    return labels if len(labels) == count else [str(number) for number in range(1, count + 1)]
+    if len(labels) != count:
+        labels = [""] * count
+    # A label is free text of the file and is not redacted, so only what looks like a page number is kept.
+    return [label if _LABEL.fullmatch(label) else str(number) for number, label in enumerate(labels, start=1)]
 
 
 def _is_binary(data: bytes) -> bool:

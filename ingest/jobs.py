@@ -80,7 +80,8 @@ class Jobs:
     async def start(self) -> None:
         """Close the entries that an earlier run left open, and begin to work."""
         for document in await asyncio.to_thread(self._catalogue.documents):
-            if document.status not in FINAL:
+            # The service takes uploads while the models load: those in the queue are this run's own.
+            if document.status not in FINAL and document.id not in self._waiting:
                 await self._end(document.id, "failed", _INTERRUPTED)
                 await asyncio.to_thread(self._remove_parts, document.id)
         self._worker = asyncio.create_task(self._work(), name="ingest")

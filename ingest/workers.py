@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import threading
@@ -90,11 +91,13 @@ class Workers:
 
 
 def _end_with_parent(parent: int) -> None:
-    """In the child: watch the parent, which may be killed and then cannot end its children."""
+    """In the child: log nothing, and watch the parent, which may be killed and then cannot end its children."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)
 
+    # Parsers quote the bytes of a file in their warnings, and nothing of it is redacted yet.
+    logging.disable(logging.CRITICAL)
     threading.Thread(target=watch, daemon=True).start()

@@ -470,7 +470,10 @@ def _engine_processes() -> list[psutil.Process]:
 
 
 def _alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # gone between the two questions
+        return False
 
 
 def _end(processes: list[psutil.Process]) -> None:

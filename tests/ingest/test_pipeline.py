@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+from pypdf import PdfWriter
+from pypdf.constants import PageLabelStyle
 
 from ingest.errors import DamagedFile, IngestError
-from ingest.extract import MediaType
+from ingest.extract import MediaType, extract
 from ingest.pipeline import Outcome, Pipeline, ingest_document
 from retrieval.catalogue import Document, Status
 from retrieval.errors import UnknownDocument
@@ -101,3 +104,22 @@ async def test_chunks_fit_the_embedding_model(pipeline: Pipeline) -> None:
     chunks = pipeline.catalogue.chunks([("d", n) for n in range(pipeline.catalogue.get("d").chunks)])
     assert max(len(chunk.text.split()) for chunk in chunks) == pipeline.config.chunk_tokens
     assert pipeline.config.chunk_tokens <= pipeline.embedder.window - 2
+
+
+def test_a_page_label_keeps_nothing_but_a_page_number() -> None:
+    """A label's prefix is free text of the file, and labels are shown and stored as they are."""
+    writer = PdfWriter(clone_from=BytesIO(as_pdf(["The first page.", "The second page."])))
+    writer.set_page_label(0, 0, style=PageLabelStyle.DECIMAL, prefix="Patient John Smith ")
+    writer.set_page_label(1, 1, style=PageLabelStyle.LOWERCASE_ROMAN, start=4)
+    stream = BytesIO()
+    writer.write(stream)
+    pages = extract("x.pdf", "application/pdf", stream.getvalue()).pages
+    assert [page.label for page in pages] == ["1", "iv"]
+
+
+def test_a_page_ends_between_values_of_a_list() -> None:
+    """Half an address on each page would pass the redaction unseen."""
+    values = [f"someone{n}@example.com" for n in range(400)]
+    pages = extract("x.txt", "text/plain", ";".join(values).encode()).pages
+    assert len(pages) > 1
+    assert [value for page in pages for value in page.text.split(";") if value] == values
