@@ -257,7 +257,11 @@ class VllmEngine:
             raise StartError(f"the engine did not start: {error}") from error
 
     def _require_chat_template(self) -> None:
-        if not self._tokenizer.chat_template:
+        try:
+            template = self._tokenizer.chat_template
+        except (OSError, ValueError) as error:
+            raise ModelUnusable(f"the model {self._folder.name!r} cannot be loaded: {error}") from error
+        if not template:
             raise ModelUnusable(
                 f"the model {self._folder.name!r} has no chat template, so it is not made for questions; "
                 "set FOREWORD_MODEL to a model that was tuned to follow instructions"
