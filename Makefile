@@ -3,13 +3,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 DEVICE ?= $(shell if command -v nvidia-smi >/dev/null 2>&1; then echo gpu; else echo cpu; fi)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
 # PyTorch keeps its CPU wheels on an index of its own.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_WHEELS ?= $(TORCH_INDEX)/torch
+VENV_STAMP := .venv/.made
 RUN_STAMP := .venv/.installed-$(DEVICE)
 DEV_STAMP := .venv/.installed-dev-$(DEVICE)
 
@@ -64,13 +65,23 @@ lock: ## resolve the lists anew (needs uv and, for the CPU, the torch wheel inde
 clean: ## remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-$(BIN)/python:
-	@echo "creating .venv with $$($(PYTHON) --version 2>/dev/null || python3 --version)"
-	@$(PYTHON) -m venv .venv 2>/dev/null || python3 -m venv .venv
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-		|| { rm -rf .venv; echo "Python 3.11 is needed; name it with: make PYTHON=/path/to/python3.11"; exit 1; }
+VENV_WORKS := $(BIN)/python -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("it is Python " + sys.version); \
+	sys.prefix == sys.base_prefix and sys.exit("it is no environment of its own")' && $(BIN)/python -m pip --version
+# Only a whole .venv gets its stamp: one that was broken off is made anew, and one that does not work is not kept.
+$(VENV_STAMP):
+	@{ $(VENV_WORKS); } >/dev/null 2>&1 || { \
+		echo "creating .venv with $(PYTHON)"; \
+		rm -rf .venv; \
+		why=$$( { $(PYTHON) -m venv .venv && $(VENV_WORKS); } 2>&1 ) || { \
+			rm -rf .venv; \
+			echo "$$why"; \
+			echo "Python 3.11 with venv and pip is needed; name it with: make PYTHON=/path/to/python3.11"; \
+			exit 1; \
+		}; \
+	}
+	@touch $@
 
-$(RUN_STAMP): $(BIN)/python requirements-torch-cpu.txt requirements-$(DEVICE).txt pyproject.toml
+$(RUN_STAMP): requirements-torch-cpu.txt requirements-$(DEVICE).txt pyproject.toml | $(VENV_STAMP)
 	@echo "installing the locked list for $(DEVICE), about 3 minutes the first time"
 	@start=$$SECONDS; \
 	if [ $(DEVICE) = cpu ]; then \

@@ -6,10 +6,11 @@ The use case itself, free of HTTP, so that what is measured is exactly what user
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Literal
@@ -25,6 +26,8 @@ from serving.errors import EngineUnavailable, Overloaded, PromptTooLong
 Mode = Literal["auto", "whole", "retrieve"]
 
 _PROGRESS_EVERY_S = 1.0
+_MAX_TOKENS = 512
+_MAX_TOKENS_SHARE = 0.25
 
 
 class AskError(Exception):
@@ -46,14 +49,17 @@ class NotReady(AskError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question and its scope: `documents` by id, or every ready document of `collection`."""
+    """A question and its scope: `documents` by id, or every ready document of `collection`, as the user typed it.
+
+    `max_tokens` is the longest answer; None means 512, in a small window at most a quarter of it.
+    """
 
     question: str
     documents: tuple[str, ...] = ()
     collection: str = "default"
     mode: Mode = "auto"
     acceleration: Literal["auto", "off"] = "auto"
-    max_tokens: int = 512
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +161,23 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         received: `time.perf_counter()` when the request arrived.
 
     Raises:
-        NoDocuments, NotReady, UnknownDocument: the scope cannot be read.
+        NoDocuments, NotReady, UnknownDocument, UnusableCollection: the scope cannot be read.
         PromptTooLong: `mode=whole` and the documents do not fit.
         EngineUnavailable, Overloaded: the engine takes no requests now.
     """
     _require_free_engine(services)
     timings = Timings()
+    max_tokens = ask.max_tokens or min(_MAX_TOKENS, int(services.engine.limits.window * _MAX_TOKENS_SHARE))
     documents = await asyncio.to_thread(_documents, ask, services)
 
     started = time.perf_counter()
     question = (await asyncio.to_thread(services.redact, ask.question)).text
     timings.redact = time.perf_counter() - started
 
-    whole = ask.mode == "whole" or (ask.mode == "auto" and _may_fit(documents, ask, services))
+    may_fit = _may_fit(documents, max_tokens, services)
+    if ask.mode == "whole" and not may_fit:
+        await asyncio.to_thread(_require_fit, documents, max_tokens, services)
+    whole = ask.mode == "whole" or (ask.mode == "auto" and may_fit)
     prompt: list[int] = []
     sections: list[Section] = []
     pages: list[StoredPage] = []
@@ -176,23 +186,23 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         pages = await asyncio.to_thread(_pages, documents, services)
         prompt = await asyncio.to_thread(_render, _whole_sources(documents, pages), question, services)
         timings.assemble = time.perf_counter() - started
-        if _too_long(prompt, ask, services):
+        if _too_long(prompt, max_tokens, services):
             if ask.mode == "whole":
-                raise PromptTooLong(len(prompt), ask.max_tokens, services.engine.limits.window)
+                raise PromptTooLong(len(prompt), max_tokens, services.engine.limits.window)
             whole = False
     if not whole:
         started = time.perf_counter()
         sections = await asyncio.to_thread(_retrieve, question, documents, services)
         timings.retrieve = time.perf_counter() - started
         started = time.perf_counter()
-        sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, question, ask, services)
+        sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, question, max_tokens, services)
         timings.assemble += time.perf_counter() - started
 
     request = Request(
         prompt=prompt,
         id=f"ask-{uuid.uuid4().hex}",
         salt=_salt(ask, documents, services),
-        sampling=Sampling(max_tokens=ask.max_tokens),
+        sampling=Sampling(max_tokens=max_tokens),
         prefill="exact" if ask.acceleration == "off" else "auto",
     )
     names = {document.id: document.name for document in documents}
@@ -205,11 +215,15 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         prompt_tokens=len(prompt),
         plan=services.engine.plan(request),
     )
-    evidence = _whole_evidence(documents, pages) if whole else _section_evidence(names, sections, services)
+    evidence = (
+        _whole_evidence(documents, pages)
+        if whole
+        else await asyncio.to_thread(_section_evidence, names, sections, services)
+    )
     return Prepared(question, request, context, tuple(evidence), received, timings)
 
 
-async def answer(prepared: Prepared, services: Services) -> AsyncIterator[Event]:
+async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event, None]:
     """Answer a prepared question. Closing the iterator aborts the request in the engine.
 
     Raises:
@@ -221,21 +235,21 @@ async def answer(prepared: Prepared, services: Services) -> AsyncIterator[Event]
     finish_reason = None
     prefill = Prefill(len(prepared.request.prompt))
     yield prepared.context
-    asked = time.perf_counter()
-    async with services.turn(prepared.request):
-        sent = time.perf_counter()
-        async for item in _with_progress(prepared, services, sent):
+    sending = _Sending(asked=time.perf_counter())
+    # Left to itself, an abandoned iterator would be closed, and its request aborted, at some later time.
+    async with contextlib.aclosing(_with_progress(prepared, sending, services)) as items:
+        async for item in items:
             if isinstance(item, Reading):
                 yield item
                 continue
             tokens, finish_reason = item.tokens, item.finish_reason or finish_reason
             if item.prefill is not None:
                 prefill = item.prefill
-                timings.queue = None if item.queue is None else item.queue + sent - asked
+                timings.queue = None if item.queue is None else item.queue + sending.sent - sending.asked
             if item.text:
                 if timings.ttft is None:
                     now = time.perf_counter()
-                    timings.engine_ttft, timings.ttft = now - sent, now - prepared.received
+                    timings.engine_ttft, timings.ttft = now - sending.sent, now - prepared.received
                 text += item.text
                 yield Token(item.text)
     yield Citations(tuple(await asyncio.to_thread(cite, text, prepared.question, prepared.evidence)))
@@ -245,13 +259,23 @@ async def answer(prepared: Prepared, services: Services) -> AsyncIterator[Event]
     yield Done(text, finish_reason, usage, timings, prefill)
 
 
-async def _with_progress(prepared: Prepared, services: Services, sent: float) -> AsyncIterator[Delta | Reading]:
+@dataclass(slots=True)
+class _Sending:
+    """When a request was ready to be sent, and when its turn came; before that, `sent` is 0."""
+
+    asked: float
+    sent: float = 0.0
+
+
+async def _with_progress(
+    prepared: Prepared, sending: _Sending, services: Services
+) -> AsyncGenerator[Delta | Reading, None]:
     """The engine's deltas, and before the first one a report at most every second."""
-    stream = services.engine.generate(prepared.request)
+    stream = _in_turn(prepared, sending, services)
     first = asyncio.ensure_future(anext(stream, None))
     try:
         while not (await asyncio.wait({first}, timeout=_PROGRESS_EVERY_S))[0]:
-            if (reading := await _reading(prepared, services, time.perf_counter() - sent)) is not None:
+            if (reading := await _reading(prepared, sending, services)) is not None:
                 yield reading
         if (delta := first.result()) is not None:
             yield delta
@@ -261,10 +285,24 @@ async def _with_progress(prepared: Prepared, services: Services, sent: float) ->
         # Cancelling the pending step closes the stream at the engine, which aborts the request.
         first.cancel()
         await asyncio.wait({first})
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
 
-async def _reading(prepared: Prepared, services: Services, elapsed: float) -> Reading | None:
+async def _in_turn(prepared: Prepared, sending: _Sending, services: Services) -> AsyncGenerator[Delta, None]:
+    """The engine's deltas, from when it is the request's turn."""
+    _require_free_engine(services)
+    async with services.turn(prepared.request):
+        sending.sent = time.perf_counter()
+        deltas = services.engine.generate(prepared.request)
+        async with contextlib.aclosing(deltas):  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+
+async def _reading(prepared: Prepared, sending: _Sending, services: Services) -> Reading | None:
+    elapsed = round(time.perf_counter() - sending.asked, 2)
+    if not sending.sent:
+        return Reading("queued", 0, len(prepared.request.prompt), elapsed, eta_s=None)
     progress = await services.engine.progress(prepared.request.id)
     if progress is None:
         return None
@@ -274,7 +312,7 @@ async def _reading(prepared: Prepared, services: Services, elapsed: float) -> Re
         phase="prefill" if progress.started else "queued",
         tokens_done=progress.done,
         tokens_total=progress.total,
-        elapsed_s=round(elapsed, 2),
+        elapsed_s=elapsed,
         eta_s=None if plan.eta_s is None else round(plan.eta_s * left, 2),
     )
 
@@ -283,8 +321,8 @@ def _require_free_engine(services: Services) -> None:
     engine = services.engine
     if not engine.state.ready:
         raise EngineUnavailable(f"the engine is {engine.state.phase}: {engine.state.reason}")
-    if engine.stats.pending >= engine.limits.max_pending:
-        raise Overloaded(f"{engine.stats.pending} questions wait already; try again in a moment")
+    if services.pending >= engine.limits.max_pending:
+        raise Overloaded(f"{services.pending} questions wait already; try again in a moment")
 
 
 def _documents(ask: Ask, services: Services) -> list[Document]:
@@ -297,15 +335,31 @@ def _documents(ask: Ask, services: Services) -> list[Document]:
                 why = f": {document.reason}" if document.reason else ""
                 raise NotReady(f"document {document.id!r} is {state}{why}")
     else:
-        documents = services.catalogue.documents(ask.collection, READABLE)
-    if not documents:
-        raise NoDocuments(f"collection {ask.collection!r} has no document that can be read; upload one first")
+        collection = services.collection(ask.collection)
+        documents = services.catalogue.documents(collection, READABLE)
+        if not documents:
+            raise NoDocuments(f"collection {collection!r} has no document that can be read; upload one first")
     return sorted(documents, key=lambda document: (document.created_at, document.id))
 
 
-def _may_fit(documents: Sequence[Document], ask: Ask, services: Services) -> bool:
-    """Whether the pages alone leave room, before anything is read or rendered."""
-    return sum(document.tokens or 0 for document in documents) + ask.max_tokens < services.engine.limits.window
+def _may_fit(documents: Sequence[Document], max_tokens: int, services: Services) -> bool:
+    """Whether the pages alone leave room, by the stored counts, before anything is read or rendered."""
+    return sum(document.tokens or 0 for document in documents) + max_tokens < services.engine.limits.window
+
+
+def _require_fit(documents: Sequence[Document], max_tokens: int, services: Services) -> None:
+    """Count pages until they cannot fit, however much comes after them: stored counts may be another model's.
+
+    Raises:
+        PromptTooLong: the pages alone leave no room.
+    """
+    window = services.engine.limits.window
+    tokens = 0
+    for document in documents:
+        for page in services.catalogue.pages(document.id):
+            tokens += services.engine.count_tokens(page.text.strip())
+            if tokens + max_tokens > window:
+                raise PromptTooLong(tokens, max_tokens, window, at_least=True)
 
 
 def _pages(documents: Sequence[Document], services: Services) -> list[StoredPage]:
@@ -316,8 +370,8 @@ def _render(sources: Sequence[Source], question: str, services: Services) -> lis
     return services.engine.render_chat(build_messages(sources, question))
 
 
-def _too_long(prompt: Sequence[int], ask: Ask, services: Services) -> bool:
-    return len(prompt) + ask.max_tokens > services.engine.limits.window
+def _too_long(prompt: Sequence[int], max_tokens: int, services: Services) -> bool:
+    return len(prompt) + max_tokens > services.engine.limits.window
 
 
 def _retrieve(question: str, documents: Sequence[Document], services: Services) -> list[Section]:
@@ -334,15 +388,15 @@ def _retrieve(question: str, documents: Sequence[Document], services: Services) 
 
 
 def _fit_sections(
-    sections: list[Section], documents: Sequence[Document], question: str, ask: Ask, services: Services
+    sections: list[Section], documents: Sequence[Document], question: str, max_tokens: int, services: Services
 ) -> tuple[list[Section], list[int]]:
     """Drop the weakest sections until the prompt fits; with none left, the question itself is too long."""
     while True:
         prompt = _render(_section_sources(documents, sections), question, services)
-        if not _too_long(prompt, ask, services):
+        if not _too_long(prompt, max_tokens, services):
             return sections, prompt
         if not sections:
-            raise PromptTooLong(len(prompt), ask.max_tokens, services.engine.limits.window)
+            raise PromptTooLong(len(prompt), max_tokens, services.engine.limits.window)
         weakest = min(sections, key=lambda section: section.score)
         sections = [section for section in sections if section is not weakest]
 

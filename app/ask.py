@@ -42,6 +42,7 @@ _NAMES: dict[type[Any], str] = {
 _CLIENT_CLOSED = 499
 
 Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=8000)]
+DocumentId = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 
 
 class AskBody(BaseModel):
@@ -50,12 +51,16 @@ class AskBody(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"question": "Where is the key?"}]})
 
     question: Question
-    documents: list[str] = Field(default_factory=list, max_length=1000, description="ids; empty means the collection")
+    documents: list[DocumentId] = Field(
+        default_factory=list, max_length=1000, description="ids; empty means the collection"
+    )
     collection: str = "default"
     mode: Mode = "auto"
     acceleration: Literal["auto", "off"] = "auto"
     stream: bool = True
-    max_tokens: int = Field(512, ge=1, le=32_768)
+    max_tokens: int | None = Field(
+        None, ge=1, le=32_768, description="default 512, in a small window at most a quarter of it"
+    )
 
     def to_ask(self) -> Ask:
         return Ask(
@@ -110,7 +115,7 @@ async def _events(prepared: Prepared, services: Services) -> AsyncIterator[bytes
         services.metrics.cancelled()
         raise
     finally:
-        await events.aclose()  # type: ignore[attr-defined]
+        await events.aclose()
 
 
 async def _collect(prepared: Prepared, services: Services) -> dict[str, Any]:

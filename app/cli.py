@@ -16,6 +16,7 @@ from collections.abc import Coroutine
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 cli = typer.Typer(
     name="foreword", no_args_is_help=True, add_completion=False, help="Questions about long documents, answered sooner."
 )
-_out = Console()
-_err = Console(stderr=True)
+# Names and texts are shown as they are: rich would take [brackets] in them for its own marks.
+_out = Console(markup=False, highlight=False)
+_err = Console(stderr=True, markup=False, highlight=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Collection = Annotated[str, typer.Option("--collection", "-c", help="The collection to use.")]
@@ -111,7 +113,7 @@ def ask(
     document: Annotated[list[str] | None, typer.Option("--document", "-d", help="Id of a document to read.")] = None,
     collection: Collection = "default",
     mode: Annotated[Mode, typer.Option(help="Read documents whole, or only the best passages.")] = "auto",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens; 512 if it fits.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="No acceleration, nothing read from the cache.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -142,7 +144,9 @@ def list_documents(
     """List the documents."""
 
     async def work(client: Client) -> None:
-        body = await client.json("GET", "/v1/documents", params={"collection": collection} if collection else {})
+        body = await client.json(
+            "GET", "/v1/documents", params={} if collection is None else {"collection": collection}
+        )
         if as_json:
             _print_json(body)
             return
@@ -160,12 +164,12 @@ def show(id: Annotated[str, typer.Argument(help="Id of the document.")], as_json
     """Show one document."""
 
     async def work(client: Client) -> None:
-        body = await client.json("GET", f"/v1/documents/{id}")
+        body = await client.json("GET", _path(id))
         if as_json:
             _print_json(body)
             return
         for name, value in body.items():
-            _out.print(f"{name:>11}  {value if value is not None else '-'}", markup=False, highlight=False)
+            _out.print(f"{name:>11}  {value if value is not None else '-'}")
 
     _with_client(work, needs_engine=False)
 
@@ -176,49 +180,66 @@ def delete(ids: Annotated[list[str], typer.Argument(help="Ids of the documents."
 
     async def work(client: Client) -> None:
         for id in ids:
-            await client.json("DELETE", f"/v1/documents/{id}")
+            await client.json("DELETE", _path(id))
             _say(f"deleted {id}")
 
     _with_client(work, needs_engine=False)
 
 
 async def _ingest(client: Client, file: Path, collection: str, on_duplicate: OnDuplicate) -> Any:
-    """Upload one file and follow it to the end; returns the document."""
+    """Upload one file and follow it to the end; returns the document, or its name and what kept it from being one."""
     from app.client import RequestFailed
 
+    # A name in another encoding has no text of its own.
+    name = file.name.encode(errors="replace").decode()
     try:
         data = await asyncio.to_thread(file.read_bytes)
         accepted = await client.json(
             "POST",
             "/v1/documents",
-            files={"files": (file.name, data)},
+            files={"files": (name, data)},
             data={"collection": collection, "on_duplicate": on_duplicate},
         )
+        taken = accepted["documents"][0]
+        document = await _follow(client, name, taken["id"])
     except (OSError, RequestFailed) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        _say(f"{file}: {reason}")
-        return {"name": str(file), "status": "failed", "reason": reason}
-    taken = accepted["documents"][0]
-    document: Any = {}
+        _say(f"{name}: {reason}")
+        return {"name": name, "status": "failed", "reason": reason}
+    known = " (it was there already)" if taken["duplicate"] else ""
+    reason = f": {document['reason']}" if document["reason"] else ""
+    _say(f"{name}: {document['status']}{known}{reason} - {taken['id']}, {document['pages']} pages")
+    return document
+
+
+async def _follow(client: Client, name: str, id: str) -> Any:
+    """Show how the ingest of a document goes; returns the document as it ended.
+
+    Raises:
+        RequestFailed: it cannot be followed to its end.
+    """
+    from app.client import RequestFailed
+    from retrieval.catalogue import FINAL
+
+    document: Any = None
     with _bar() as bar:
-        task = bar.add_task(file.name, total=None)
+        task = bar.add_task(name, total=None)
         stage = ""
-        async for _, document in client.events("GET", f"/v1/documents/{taken['id']}/events"):
+        async for _, document in client.events("GET", f"{_path(id)}/events"):
             progress = document["progress"]
             if progress is None:
                 continue
             bar.update(
                 task,
-                description=f"{file.name}: {progress['stage']}",
+                description=f"{name}: {progress['stage']}",
                 completed=progress["done"],
                 total=progress["total"],
             )
             if not _err.is_terminal and progress["stage"] != stage:
                 stage = progress["stage"]
-                _say(f"{file.name}: {stage}")
-    known = " (it was there already)" if taken["duplicate"] else ""
-    reason = f": {document['reason']}" if document["reason"] else ""
-    _say(f"{file.name}: {document['status']}{known}{reason} - {taken['id']}, {document['pages']} pages")
+                _say(f"{name}: {stage}")
+    if document is None or document["status"] not in FINAL:
+        raise RequestFailed(f"document {id} was deleted before its ingest had ended; ingest the file again")
     return document
 
 
@@ -243,9 +264,7 @@ async def _ask(client: Client, body: dict[str, Any]) -> None:
                 print()
                 for number, citation in enumerate(data["citations"], start=1):
                     where = f"{citation['name']}, page {citation['page']}"
-                    _err.print(
-                        f"  [{number}] {where}: {citation['quote']}", markup=False, highlight=False, soft_wrap=True
-                    )
+                    _err.print(f"  [{number}] {where}: {citation['quote']}", soft_wrap=True)
             elif name == "done":
                 timings, prefill = data["timings"], data["prefill"]
                 first = "no text" if timings["ttft"] is None else f"first text after {timings['ttft']:.2f} s"
@@ -256,8 +275,13 @@ async def _ask(client: Client, body: dict[str, Any]) -> None:
                 )
 
 
+def _path(id: str) -> str:
+    """The address of a document; an id is data, whatever was typed."""
+    return f"/v1/documents/{quote(id, safe='', errors='replace')}"
+
+
 def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal)
 
 
@@ -305,6 +329,7 @@ def _run(work: Coroutine[Any, Any, None], *, when_stopped: int = 130) -> None:
     """Run to the end; a foreseeable failure is one sentence and exit code 1, a signal ends everything in order."""
     from app.client import RequestFailed
     from app.server import ListenError
+    from ingest.errors import IngestError
     from retrieval.errors import RetrievalError
     from serving.errors import ServingError
 
@@ -316,7 +341,7 @@ def _run(work: Coroutine[Any, Any, None], *, when_stopped: int = 130) -> None:
 
     try:
         asyncio.run(cancellable())
-    except (RequestFailed, ListenError, RetrievalError, ServingError) as error:
+    except (RequestFailed, ListenError, IngestError, RetrievalError, ServingError) as error:
         _say(str(error))
         raise typer.Exit(1) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -324,7 +349,7 @@ def _run(work: Coroutine[Any, Any, None], *, when_stopped: int = 130) -> None:
 
 
 def _say(text: str) -> None:
-    _err.print(f"foreword: {text}", markup=False, highlight=False, soft_wrap=True)
+    _err.print(f"foreword: {text}", soft_wrap=True)
 
 
 def _print_json(data: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 
-from app.settings import Settings
+from app.settings import Settings, local_url
 
 _PROBE_S = 2.0
+_NO_TEXT = "an argument holds bytes that are no text in this terminal's encoding; type it again"
 
 
 class RequestFailed(Exception):
@@ -34,6 +35,8 @@ class Client:
             response = await self._http.request(method, path, **arguments)
         except httpx.HTTPError as error:
             raise RequestFailed(f"the service does not answer ({type(error).__name__}: {error})") from error
+        except UnicodeEncodeError as error:
+            raise RequestFailed(_NO_TEXT) from error
         _require_success(response)
         return response.json() if response.content else None
 
@@ -60,12 +63,14 @@ class Client:
                         yield name, data
         except httpx.HTTPError as error:
             raise RequestFailed(f"the service went away ({type(error).__name__}: {error})") from error
+        except UnicodeEncodeError as error:
+            raise RequestFailed(_NO_TEXT) from error
 
 
 @contextlib.asynccontextmanager
 async def connect(settings: Settings, *, needs_engine: bool, say: Callable[[str], None]) -> AsyncIterator[Client]:
     """A client of the running service, or of one that is started here and ends with the context."""
-    address = f"http://{settings.host}:{settings.port}"
+    address = local_url(settings.host, settings.port)
     if await _is_foreword(address):
         async with _http(address) as http:
             yield Client(http)
@@ -89,7 +94,7 @@ async def _is_foreword(address: str) -> bool:
     try:
         async with httpx.AsyncClient(timeout=_PROBE_S, trust_env=False) as http:
             return bool((await http.get(f"{address}/health")).json().get("service") == "foreword")
-    except (httpx.HTTPError, ValueError, AttributeError):
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
         return False
 
 

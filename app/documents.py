@@ -8,18 +8,20 @@ from collections.abc import AsyncIterator
 from datetime import datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from app.services import Services
 from app.stream import EventResponse, encode
 from app.upload import read_uploads
-from ingest.jobs import Stage
+from ingest.jobs import Accepted, Stage
 from retrieval.catalogue import Document
 from retrieval.errors import UnknownDocument
 
 router = APIRouter(prefix="/v1/documents", tags=["documents"])
 
+# The largest number that every database takes.
+_MAX_PAGE = 2**31 - 1
 _UPLOAD_SCHEMA = {
     "requestBody": {
         "required": True,
@@ -98,18 +100,17 @@ class PageBody(BaseModel):
 async def upload(request: Request) -> UploadBody:
     """Take files in. All are checked before any is stored; ingest goes on in the background."""
     services = _services(request)
-    taken = []
-    for file in await read_uploads(request, services):
-        accepted = await services.jobs.add(file)
-        url = str(router.url_path_for("show", id=accepted.id))
-        taken.append(AcceptedBody(id=accepted.id, name=file.name, duplicate=accepted.duplicate, status_url=url))
-    return UploadBody(documents=taken)
+    files = await read_uploads(request, services)
+    taken = zip(await services.jobs.add_all(files), files, strict=True)
+    return UploadBody(documents=[_accepted(accepted, file.name) for accepted, file in taken])
 
 
 @router.get("")
 async def list_documents(request: Request, collection: Annotated[str | None, Query()] = None) -> DocumentsBody:
     """Documents, newest first."""
     services = _services(request)
+    if collection is not None:
+        collection = await asyncio.to_thread(services.collection, collection)
     documents = await asyncio.to_thread(services.catalogue.documents, collection)
     return DocumentsBody(documents=[_body(document, services) for document in documents])
 
@@ -122,7 +123,7 @@ async def show(id: str, request: Request) -> DocumentBody:
 
 
 @router.get("/{id}/pages/{number}")
-async def page(id: str, number: int, request: Request) -> PageBody:
+async def page(id: str, number: Annotated[int, Path(ge=1, le=_MAX_PAGE)], request: Request) -> PageBody:
     """One page, redacted."""
     found = await asyncio.to_thread(_services(request).catalogue.page, id, number)
     return PageBody(document=id, page=found.number, label=found.label, text=found.text, tokens=found.tokens)
@@ -161,6 +162,11 @@ async def _statuses(id: str, services: Services) -> AsyncIterator[bytes]:
 def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
+
+
+def _accepted(accepted: Accepted, name: str) -> AcceptedBody:
+    url = str(router.url_path_for("show", id=accepted.id))
+    return AcceptedBody(id=accepted.id, name=name, duplicate=accepted.duplicate, status_url=url)
 
 
 def _body(document: Document, services: Services) -> DocumentBody:

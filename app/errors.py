@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.answer import NoDocuments, NotReady
+from app.services import UnusableCollection
 from ingest.errors import EmptyFile, EncryptedFile, FileRefused, NoText, QueueFull, UnsupportedType, WorkerCrashed
 from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong, ServingError
+
+log = structlog.get_logger(__name__)
 
 _RETRY_AFTER_S = 5
 
@@ -32,6 +38,7 @@ class BodyTooLarge(Exception):
 # The first class that an error is an instance of decides.
 _TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (BodyTooLarge, 413, "body_too_large"),
+    (UnusableCollection, 422, "invalid_request"),
     (UnsupportedType, 415, "unsupported_type"),
     (EmptyFile, 422, "empty_file"),
     (NoText, 422, "no_text"),
@@ -66,7 +73,33 @@ def respond(error: Exception) -> JSONResponse:
     """The error as a response."""
     status, body = describe(error)
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else {}
-    return JSONResponse({"error": {"type": body.type, "message": body.message}}, status, headers)
+    return _json(body, status, headers)
+
+
+class LastResort:
+    """ASGI middleware: an error that nobody has handled is answered and logged by its type alone.
+
+    The web server would log its traceback, which may quote a document. An answer that has begun is cut off.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answered = False
+
+        async def noting(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:  # noqa: BLE001 - nobody else will tell it
+            log.error("request_broke", error=type(error).__name__)
+            scope["app"].state.services.metrics.failed(INTERNAL)
+            if not answered:
+                await respond(error)(scope, receive, send)
 
 
 def install(app: FastAPI) -> None:
@@ -80,15 +113,20 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         # The offending value may be personal: only its place and the rule are told.
         faults = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()]
-        body = {"error": {"type": "invalid_request", "message": "; ".join(faults)}}
-        return JSONResponse(body, 422)
+        return _json(ErrorBody("invalid_request", "; ".join(faults)), 422)
 
     def handle_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        body = {"error": {"type": "not_found" if error.status_code == 404 else "http", "message": error.detail}}
-        return JSONResponse(body, error.status_code, error.headers)
+        name = "not_found" if error.status_code == 404 else "http"
+        return _json(ErrorBody(name, error.detail), error.status_code, error.headers)
 
-    for kind in (*HANDLED, Exception):
+    for kind in HANDLED:
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(RequestValidationError, handle_invalid)
     app.add_exception_handler(HTTPException, handle_http)
+
+
+def _json(body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    # A message may name a key of the request, and JSON can spell half of a surrogate pair, which UTF-8 cannot.
+    message = body.message.encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": {"type": body.type, "message": message}}, status, headers)

@@ -1,6 +1,7 @@
 """ASGI middleware around everything: notes when a request arrived and refuses bodies over the limit.
 
-Bytes are counted as they come in, so a body without a length is refused too, before it has been kept anywhere.
+Bytes are counted as they come in, so a body without a length is refused too, before it has been kept anywhere. What the
+app makes of a body that breaks off does not matter: the refusal is the answer, unless another one has begun.
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ class Limits:
                 raise self._refusal()
             return message
 
+        def refused() -> bool:
+            return seen > self._max_bytes and not answered
+
         async def noting(message: Message) -> None:
             nonlocal answered
-            answered = answered or message["type"] == "http.response.start"
-            await send(message)
+            if not refused():
+                answered = True
+                await send(message)
 
         try:
             await self._app(scope, counted, noting)
-        except BodyTooLarge as error:
-            if answered:
+        except Exception:
+            if not refused():
                 raise
-            await respond(error)(scope, receive, send)
+        if refused():
+            await respond(self._refusal())(scope, receive, send)
 
     def _refusal(self) -> BodyTooLarge:
         megabytes = self._max_bytes / 1_000_000

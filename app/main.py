@@ -28,4 +28,5 @@ def create_app(services: Services) -> FastAPI:
     app.mount("/web", StaticFiles(directory=health.WEB), name="web")
     errors.install(app)
     app.add_middleware(Limits, max_bytes=services.settings.max_upload_bytes)
+    app.add_middleware(errors.LastResort)
     return app

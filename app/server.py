@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.settings import Settings
+from app import log
+from app.settings import Settings, local_url
+from serving.errors import ModelUnusable
 from serving.model import PACKAGED, check_window, is_prepared, resolve_model
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services]]:
     """Port, services and web server; the services are not started, but always stopped."""
     silence(settings)
     _bound_heap()
+    asyncio.get_running_loop().set_exception_handler(log.lost_error)
     # Imported here because they take seconds, and after silence() because some read the environment at import.
     import uvicorn
 
@@ -95,7 +98,7 @@ async def _serving(settings: Settings) -> AsyncIterator[tuple[str, Services]]:
         try:
             await asyncio.to_thread(_check_model, settings)
             host, port = listener.getsockname()[:2]
-            yield f"http://{f'[{host}]' if ':' in host else host}:{port}", services
+            yield local_url(host, port), services
         finally:
             server.should_exit = True
             await asyncio.wait({ended})
@@ -147,13 +150,19 @@ def _check_model(settings: Settings) -> None:
     """Find the model before anything heavy is loaded, so that a wrong setting is told at once.
 
     Raises:
-        ModelUnusable: there is no such model, or it is incomplete.
+        ModelUnusable: there is no such model, it is incomplete, or the packaged one cannot be prepared.
     """
     if settings.engine != "vllm":
         return
     config = settings.engine_config
     if settings.model == PACKAGED and not is_prepared(config.models_dir):
-        # In a process of its own, so that this one never holds the full weights.
-        command = [sys.executable, "-m", "app.cli", "prepare"]
-        subprocess.run(command, env=os.environ | {"FOREWORD_DATA_DIR": str(settings.folder)}, check=False)
+        # In a process of its own, so that this one never holds the full weights; -P: this `app`, not the working
+        # directory's.
+        command = [sys.executable, "-P", "-m", "app.cli", "prepare"]
+        ended = subprocess.run(command, env=os.environ | {"FOREWORD_DATA_DIR": str(settings.folder)}, check=False)
+        if ended.returncode:
+            raise ModelUnusable(
+                f"the default model could not be prepared (its process ended with {ended.returncode}); mend what it "
+                "told above, or set FOREWORD_MODEL to another model"
+            )
     check_window(resolve_model(settings.model, config.models_dir), settings.max_model_len)

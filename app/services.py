@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator
+import re
+import unicodedata
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -19,7 +21,7 @@ from app.metrics import Metrics
 from app.settings import Settings
 from ingest.jobs import Jobs
 from ingest.pipeline import IngestConfig, Pipeline
-from ingest.redact import Redacted, Redactor, load_key, presidio
+from ingest.redact import PLACEHOLDER, Redacted, Redactor, load_key, presidio
 from ingest.workers import Workers
 from retrieval.catalogue import Catalogue
 from retrieval.embed import Embedder
@@ -31,6 +33,33 @@ from serving.supervisor import SupervisedEngine
 from serving.vllm_engine import VllmEngine
 
 log = structlog.get_logger(__name__)
+
+_MAX_COLLECTION = 100
+
+
+class UnusableCollection(Exception):
+    """What was typed is no name of a collection; the message says what is."""
+
+
+class Turns:
+    """Lets one request through at a time, and knows how many wait."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self.waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Entered when everyone before has left."""
+        self.waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 @dataclass(frozen=True)
@@ -49,7 +78,7 @@ class Services:
     metrics: Metrics
     registry: CollectorRegistry
     lock: IO[str]
-    _exact_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _exact: Turns = field(default_factory=Turns)
 
     async def start(self, *, with_engine: bool = True) -> None:
         """Load the small models, then begin to work on uploads and load the engine.
@@ -78,18 +107,68 @@ class Services:
         """A question or a file name without personal data; blocks."""
         return self._redactor.redact(text)
 
-    @contextlib.asynccontextmanager
-    async def turn(self, request: Request) -> AsyncIterator[None]:
+    def collection(self, typed: str) -> str:
+        """The stored name of the collection that a user names; blocks.
+
+        Raises:
+            UnusableCollection: it is blank or too long.
+        """
+        return self._stored_collection(typed)
+
+    def turn(self, request: Request) -> contextlib.AbstractAsyncContextManager[None]:
         """Requests that must not be accelerated are served one at a time; the others at once."""
-        if request.prefill == "exact":
-            async with self._exact_turn:
-                yield
-        else:
-            yield
+        return self._exact.one() if request.prefill == "exact" else contextlib.nullcontext()
+
+    @property
+    def pending(self) -> int:
+        """Questions that the engine works on, and those that wait for their turn before it."""
+        return self.engine.stats.pending + self._exact.waiting
 
     @cached_property
     def _redactor(self) -> Redactor:
         return Redactor(presidio(self.settings.ner_model), self.key)
+
+    @cached_property
+    def _stored_collection(self) -> Callable[[str], str]:
+        # Looking for personal data takes some ms, and the same few names come with every question.
+        return lru_cache(maxsize=1024)(lambda typed: collection_name(typed, self.redact))
+
+
+def collection_name(typed: str, redact: Callable[[str], Redacted]) -> str:
+    """What a user typed as a collection, as it is stored: one line without blanks around it and without personal data.
+
+    The result stays as it is when it is typed again, so a name can be taken from a list of documents.
+
+    Raises:
+        UnusableCollection: it is blank or too long.
+    """
+    name = visible(typed)
+    if not 0 < len(name) <= _MAX_COLLECTION:
+        raise UnusableCollection(f"collection: give a name of 1 to {_MAX_COLLECTION} characters")
+    # What stays may look like a name once its neighbours are gone, so the end is where nothing more is found.
+    while (redacted := _redact_around_placeholders(name, redact)) != name:
+        name = redacted
+    if len(name) > _MAX_COLLECTION:
+        raise UnusableCollection(
+            f"collection: the name is longer than {_MAX_COLLECTION} characters once placeholders stand for the "
+            "personal data in it; leave that out"
+        )
+    return name
+
+
+def _redact_around_placeholders(name: str, redact: Callable[[str], Redacted]) -> str:
+    parts = re.split(f"({PLACEHOLDER.pattern})", name)
+    for place in range(0, len(parts), 2):
+        # Underscores between words hide names from the recognizers.
+        redacted = redact(parts[place].replace("_", " "))
+        if redacted.entities:
+            parts[place] = redacted.text
+    return "".join(parts)
+
+
+def visible(text: str) -> str:
+    """A label as people see it: composed, without control and direction marks, without blanks around it."""
+    return "".join(c for c in unicodedata.normalize("NFC", text) if unicodedata.category(c)[0] != "C").strip()
 
 
 def build_services(settings: Settings, engine: Engine | None = None) -> Services:

@@ -5,6 +5,7 @@ A variable `FOREWORD_X` sets field `x` and wins over the file. docs/settings.md 
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +101,17 @@ class Settings(BaseSettings):
             log_level=self.engine_log_level,
             engine_args=self.engine_args,
         )
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a client on this machine reaches a service that listens on `host`."""
+    try:
+        address = ipaddress.ip_address(host)
+        # A service on every address is also on the local one; nobody can connect to "every".
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(address), host)  # noqa: S104 - compared, not bound
+    except ValueError:
+        pass  # a name
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def load_settings(**overrides: Any) -> Settings:

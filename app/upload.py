@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-import unicodedata
 from hashlib import sha256
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import get_args
@@ -15,26 +14,25 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
-from app.services import Services
+from app.services import Services, visible
 from ingest.extract import check
 from ingest.jobs import OnDuplicate, Upload
 
 _CHECK_TIMEOUT_S = 60.0
 _MAX_FILES = 100
 _MAX_NAME = 200
-_MAX_COLLECTION = 100
 
 
 async def read_uploads(request: Request, services: Services) -> list[Upload]:
     """Every file of a multipart request, in order.
 
     Raises:
-        RequestValidationError: the request is not a usable form.
+        RequestValidationError, UnusableCollection: the request is not a usable form.
         FileRefused: one of the files cannot be ingested; none is taken then.
     """
     form = await _parse(request, services.settings.max_upload_bytes)
     try:
-        collection = _collection(form)
+        collection = await asyncio.to_thread(services.collection, _text(form, "collection", "default"))
         on_duplicate = _on_duplicate(form)
         files = [value for name, value in form.multi_items() if name == "files" and isinstance(value, UploadFile)]
         if not files:
@@ -54,7 +52,7 @@ async def read_uploads(request: Request, services: Services) -> list[Upload]:
 def clean_name(name: str) -> str:
     """A file name as a label: no folders, no control or direction marks, not too long; the suffix is kept."""
     name = PurePosixPath(PureWindowsPath(name).name).name
-    name = "".join(c for c in unicodedata.normalize("NFC", name) if unicodedata.category(c)[0] != "C").strip()
+    name = visible(name)
     stem, dot, suffix = name.rpartition(".")
     if len(name) > _MAX_NAME:
         name = f"{stem[: _MAX_NAME - len(suffix) - 1]}{dot}{suffix}"[:_MAX_NAME]
@@ -78,20 +76,23 @@ async def _parse(request: Request, max_bytes: int) -> FormData:
         return await parser.parse()
     except MultiPartException as error:
         raise _invalid("body", error.message) from error
-
-
-def _collection(form: FormData) -> str:
-    value = form.get("collection", "default")
-    if not isinstance(value, str) or not 0 < len(value.strip()) <= _MAX_COLLECTION:
-        raise _invalid("collection", f"give a name of 1 to {_MAX_COLLECTION} characters")
-    return value.strip()
+    except (UnicodeError, ValueError) as error:
+        # The form names its charset, and some that Python knows fail in ways of their own.
+        raise _invalid("body", "the form cannot be read; send it as UTF-8") from error
 
 
 def _on_duplicate(form: FormData) -> OnDuplicate:
-    value = form.get("on_duplicate", "skip")
+    value = _text(form, "on_duplicate", "skip")
     if value not in get_args(OnDuplicate):
         raise _invalid("on_duplicate", f"use one of {', '.join(get_args(OnDuplicate))}")
     return value  # type: ignore[return-value]
+
+
+def _text(form: FormData, field: str, default: str) -> str:
+    value = form.get(field, default)
+    if not isinstance(value, str):
+        raise _invalid(field, "send it as text, not as a file")
+    return value
 
 
 def _invalid(field: str, message: str) -> RequestValidationError:

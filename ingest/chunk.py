@@ -1,4 +1,4 @@
-"""Pages of text become chunks small enough to embed, each knowing its page and its place in it. Pure."""
+"""Redacted text becomes pages, and pages become chunks small enough to embed that know their page and place. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,44 @@ from collections.abc import Callable, Iterator, Sequence
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from ingest.extract import Page
+from ingest.redact import PLACEHOLDER
 from retrieval.passage import Chunk
 
 # Cut at the largest unit that fits; the full-width stops make Chinese text, which has no spaces, fall at sentences.
 _SEPARATORS = ["\n\n", "\n", "。", "！", "？", "；", ". ", "! ", "? ", "; ", "，", ", ", " ", ""]
+# About what a printed page holds.
+_PAGE_CHARACTERS = 3000
+_PAGE_ENDS = ("\n\n", "\n", "。", ". ", ";", "；", ",", "，", "\t", " ")
+
+
+def paginate(pages: Sequence[Page]) -> list[Page]:
+    """Pages of a printed page's size, numbered anew, from a text that has no pages of its own.
+
+    Args:
+        pages: the parts of the text, redacted; each begins a page.
+    """
+    texts = [text for page in pages for text in _cut(page.text)]
+    return [Page(number, str(number), text) for number, text in enumerate(texts, start=1)]
+
+
+def _cut(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PAGE_CHARACTERS:
+        end = _page_end(text, start)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _page_end(text: str, start: int) -> int:
+    """The best place to end the page that begins at `start`, in its second half, and never inside a placeholder."""
+    end = start + _PAGE_CHARACTERS
+    for mark in _PAGE_ENDS:
+        found = text.rfind(mark, start + _PAGE_CHARACTERS // 2, end)
+        if found != -1:
+            return found + len(mark)
+    nearby = PLACEHOLDER.finditer(text, start + _PAGE_CHARACTERS // 2, end + _PAGE_CHARACTERS // 2)
+    return next((match.start() for match in nearby if match.start() < end < match.end()), end)
 
 
 def chunk_pages(

@@ -7,7 +7,7 @@ IngestError
 │   ├── EncryptedFile    a password is needed to read it
 │   ├── DamagedFile      it cannot be parsed
 │   └── NoText           it holds no text at all
-├── WorkerCrashed        the process that read the file died or took too long
+├── WorkerCrashed        the process that read the file died, took too long or cannot be started
 └── QueueFull            too many bytes wait already
 """
 
@@ -41,7 +41,7 @@ class NoText(FileRefused):
 
 
 class WorkerCrashed(IngestError):
-    """The process that read the file died or took too long."""
+    """The process that read the file died, took too long or cannot be started."""
 
 
 class QueueFull(IngestError):

@@ -30,8 +30,6 @@ _SUFFIXES: dict[str, MediaType] = {
 }
 # Viewers look for the header in the first kilobyte (ISO 32000-1, annex H.3.4.1 "header").
 _PDF_HEADER_WITHIN = 1024
-# About what a printed page holds.
-_PAGE_CHARACTERS = 3000
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
@@ -117,26 +115,9 @@ def _pages(name: str, kind: MediaType, data: bytes) -> Iterator[Page | None]:
 
 
 def _text_pages(data: bytes) -> Iterator[Page]:
-    """Text files have no pages of their own: form feeds end one, and so does the paragraph that fills it."""
-    texts = [page for part in _decode(data).split("\f") for page in _paginate(_clean(part))]
-    for number, text in enumerate(texts, start=1):
-        yield Page(number, str(number), text)
-
-
-def _paginate(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > _PAGE_CHARACTERS:
-        end = start + _PAGE_CHARACTERS
-        # Pages are redacted one by one, so a cut inside a value would hide it: never within a run without a separator
-        # while there is one.
-        for mark in ("\n\n", "\n", "。", ". ", ";", "；", ",", "，", "\t", " "):
-            found = text.rfind(mark, start + _PAGE_CHARACTERS // 2, end)
-            if found != -1:
-                end = found + len(mark)
-                break
-        yield text[start:end]
-        start = end
-    yield text[start:]
+    """Form feeds are the only page breaks of a text file; what lies between them may be long."""
+    for number, part in enumerate(_decode(data).split("\f"), start=1):
+        yield Page(number, str(number), _clean(part))
 
 
 def _pdf_pages(name: str, data: bytes) -> Iterator[Page | None]:

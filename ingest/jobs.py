@@ -11,9 +11,10 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import dropwhile
 from typing import Literal
 
 import structlog
@@ -71,7 +72,7 @@ class Jobs:
         self._on_end = on_end
         self._waiting: OrderedDict[str, Upload] = OrderedDict()
         self._stages: dict[str, Stage] = {}
-        self._current: tuple[str, asyncio.Task[None]] | None = None
+        self._current: tuple[str, asyncio.Task[Status]] | None = None
         self._changed = asyncio.Event()
         self._stopping = False
         self._worker: asyncio.Task[None] | None = None
@@ -79,11 +80,12 @@ class Jobs:
 
     async def start(self) -> None:
         """Close the entries that an earlier run left open, and begin to work."""
-        for document in await asyncio.to_thread(self._catalogue.documents):
-            # The service takes uploads while the models load: those in the queue are this run's own.
-            if document.status not in FINAL and document.id not in self._waiting:
-                await self._end(document.id, "failed", _INTERRUPTED)
-                await asyncio.to_thread(self._remove_parts, document.id)
+        # The service takes uploads while the models load: those in the queue or on the way into it are this run's own.
+        async with self._adding:
+            for document in await asyncio.to_thread(self._catalogue.documents):
+                if document.status not in FINAL and document.id not in self._waiting:
+                    await self._end(document.id, "failed", _INTERRUPTED)
+                    await asyncio.to_thread(self._remove_parts, document.id)
         self._worker = asyncio.create_task(self._work(), name="ingest")
 
     async def stop(self) -> None:
@@ -99,40 +101,28 @@ class Jobs:
             await self._end(id, "failed", _INTERRUPTED)
         self._waiting.clear()
 
-    async def add(self, upload: Upload) -> Accepted:
-        """Enter a file into the catalogue and the queue.
+    async def add_all(self, uploads: Sequence[Upload]) -> list[Accepted]:
+        """Enter the files of one request into the catalogue and the queue: all of them or none.
 
         Raises:
             QueueFull: too many bytes wait already.
         """
         async with self._adding:
-            same = await asyncio.to_thread(self._catalogue.find_same, upload.collection, upload.digest)
-            if same is not None and upload.on_duplicate != "version":
-                return Accepted(same.id, duplicate=True)
-            waiting = sum(len(other.data) for other in self._waiting.values())
-            if self._waiting and waiting + len(upload.data) > _MAX_WAITING_BYTES:
+            accepted, new = await asyncio.to_thread(self._sort_out, uploads)
+            waiting = sum(len(upload.data) for upload in self._waiting.values())
+            if self._waiting and waiting + sum(len(upload.data) for _, upload in new) > _MAX_WAITING_BYTES:
                 raise QueueFull(f"{len(self._waiting)} files wait already; upload again when some are done")
-            id = f"d_{uuid.uuid4().hex[:16]}"
-            document = Document(
-                id=id,
-                name=upload.name,
-                collection=upload.collection,
-                media_type=upload.media_type,
-                bytes=len(upload.data),
-                digest=upload.digest,
-                created_at=datetime.now(UTC),
-            )
-            await asyncio.to_thread(self._catalogue.add, document)
-            self._waiting[id] = upload
+            await asyncio.to_thread(self._catalogue.add, *(document for document, _ in new))
+            self._waiting.update((document.id, upload) for document, upload in new)
         self._notify()
-        return Accepted(id, duplicate=False)
+        return accepted
 
     def stage(self, id: str) -> Stage | None:
         """How far a document is, or None when it is not being ingested."""
         return self._stages.get(id)
 
     async def cancel(self, id: str) -> bool:
-        """Stop a document's ingest; false when it had ended already."""
+        """Stop a document's ingest; false when it has ended otherwise or was about to."""
         if self._waiting.pop(id, None) is not None:
             await self._end(id, "cancelled", _CANCELLED)
             return True
@@ -144,7 +134,7 @@ class Jobs:
             if id in self._stages:
                 task.cancel()
             await asyncio.wait([task])
-            return True
+            return not task.cancelled() and task.exception() is None and task.result() == "cancelled"
         return False
 
     async def delete(self, id: str) -> None:
@@ -191,9 +181,33 @@ class Jobs:
                     await asyncio.wait([task])
                 self._current = None
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    log.error("ingest_not_recorded", document=id, error=str(error))
+                    log.error("ingest_not_recorded", document=id, error=type(error).__name__)
 
-    async def _ingest(self, id: str, upload: Upload) -> None:
+    def _sort_out(self, uploads: Sequence[Upload]) -> tuple[list[Accepted], list[tuple[Document, Upload]]]:
+        """What each upload becomes, and the new ones among them as entries of the catalogue."""
+        accepted: list[Accepted] = []
+        new: list[tuple[Document, Upload]] = []
+        for upload in uploads:
+            same = self._same(upload, [document for document, _ in new])
+            if same is None:
+                new.append((_entry(upload), upload))
+            accepted.append(Accepted((same or new[-1][0]).id, duplicate=same is not None))
+        return accepted, new
+
+    def _same(self, upload: Upload, earlier: Sequence[Document]) -> Document | None:
+        """The document that an upload need not be stored beside; `earlier` are those of its own request."""
+        here = [document for document in earlier if document.collection == upload.collection]
+        if upload.on_duplicate == "skip":
+            alike = [document for document in here if document.digest == upload.digest]
+            return alike[0] if alike else self._catalogue.find_same(upload.collection, upload.digest)
+        if upload.on_duplicate == "replace":
+            # Another name is another document, and an older one of this name is about to be replaced.
+            named = [document for document in here if document.name == upload.name]
+            newest = named[-1] if named else self._catalogue.find_newest(upload.collection, upload.name)
+            return newest if newest is not None and newest.digest == upload.digest else None
+        return None
+
+    async def _ingest(self, id: str, upload: Upload) -> Status:
         """Work off one upload; always ends the document in a final status, with nothing half-stored."""
         started = time.monotonic()
         status: Status = "failed"
@@ -229,9 +243,11 @@ class Jobs:
         seconds = time.monotonic() - started
         self._on_end(status, seconds)
         log.info("ingest_ended", document=id, status=status, seconds=round(seconds, 2), bytes=len(upload.data))
+        return status
 
     async def _delete_older(self, id: str, upload: Upload) -> None:
-        for other in await asyncio.to_thread(self._catalogue.documents, upload.collection):
+        newest_first = await asyncio.to_thread(self._catalogue.documents, upload.collection)
+        for other in dropwhile(lambda document: document.id != id, newest_first):
             if other.name == upload.name and other.id != id and other.status in FINAL:
                 with contextlib.suppress(UnknownDocument):
                     await self.delete(other.id)
@@ -255,3 +271,15 @@ class Jobs:
         """Wake everyone who waits for a change, and give the next waiters a fresh event."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _entry(upload: Upload) -> Document:
+    return Document(
+        id=f"d_{uuid.uuid4().hex[:16]}",
+        name=upload.name,
+        collection=upload.collection,
+        media_type=upload.media_type,
+        bytes=len(upload.data),
+        digest=upload.digest,
+        created_at=datetime.now(UTC),
+    )

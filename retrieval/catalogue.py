@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from sqlalchemy import ForeignKey, Index, String, create_engine, delete, event, func, select, update
+from sqlalchemy import ForeignKey, Index, Select, String, create_engine, delete, event, func, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -23,8 +23,11 @@ Status = Literal[
     "queued", "extracting", "redacting", "chunking", "embedding", "storing", "ready", "partial", "failed", "cancelled"
 ]
 READABLE: tuple[Status, ...] = ("ready", "partial")
-FINAL: tuple[Status, ...] = (*READABLE, "failed", "cancelled")
+_LOST: tuple[Status, ...] = ("failed", "cancelled")
+FINAL: tuple[Status, ...] = (*READABLE, *_LOST)
 STATUSES: tuple[Status, ...] = get_args(Status)
+# SQLite takes no more than 32,766 values in a statement.
+_VALUES_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +126,10 @@ class Catalogue:
         """Close all connections."""
         self._engine.dispose()
 
-    def add(self, document: Document) -> None:
-        """Enter a new document."""
+    def add(self, *documents: Document) -> None:
+        """Enter new documents, all or none."""
         with self._transaction() as session:
-            session.add(
+            session.add_all(
                 _DocumentRow(
                     id=document.id,
                     name=document.name,
@@ -137,6 +140,7 @@ class Catalogue:
                     created_at=document.created_at.isoformat(),
                     status=document.status,
                 )
+                for document in documents
             )
 
     def get(self, id: str) -> Document:
@@ -158,15 +162,20 @@ class Catalogue:
             return [_document(row) for row in rows]
 
     def find_same(self, collection: str, digest: str) -> Document | None:
-        """A document of the same bytes that is there or on its way, or None."""
+        """The oldest document of the same bytes that is there or on its way, or None."""
         query = select(_DocumentRow).where(
             _DocumentRow.collection == collection,
             _DocumentRow.digest == digest,
-            _DocumentRow.status.not_in(("failed", "cancelled")),
+            _DocumentRow.status.not_in(_LOST),
         )
-        with self._transaction() as session:
-            row = session.scalars(query.order_by(_DocumentRow.created_at).limit(1)).first()
-            return _document(row) if row is not None else None
+        return self._first(query.order_by(_DocumentRow.created_at))
+
+    def find_newest(self, collection: str, name: str) -> Document | None:
+        """The newest document of a name that is there or on its way, or None."""
+        query = select(_DocumentRow).where(
+            _DocumentRow.collection == collection, _DocumentRow.name == name, _DocumentRow.status.not_in(_LOST)
+        )
+        return self._first(query.order_by(_DocumentRow.created_at.desc()))
 
     def set_status(self, id: str, status: Status, reason: str | None = None) -> None:
         """Move a document to another status."""
@@ -218,7 +227,7 @@ class Catalogue:
             wanted.setdefault(id, []).append(number)
         found: dict[tuple[str, int], Chunk] = {}
         with self._transaction() as session:
-            for id, numbers in wanted.items():
+            for id, numbers in _batches(wanted):
                 query = (
                     select(_ChunkRow, _PageRow.text)
                     .join(_PageRow, (_PageRow.document == _ChunkRow.document) & (_PageRow.number == _ChunkRow.page))
@@ -251,6 +260,11 @@ class Catalogue:
         with self._transaction() as session:
             return session.scalar(select(func.count()).select_from(_DocumentRow)) or 0
 
+    def _first(self, query: Select[_DocumentRow]) -> Document | None:
+        with self._transaction() as session:
+            row = session.scalars(query.limit(1)).first()
+            return _document(row) if row is not None else None
+
     @contextmanager
     def _transaction(self) -> Iterator[Session]:
         with _translated(), self._sessions.begin() as session:
@@ -273,6 +287,12 @@ def _translated() -> Iterator[None]:
     except (SQLAlchemyError, ModuleNotFoundError) as error:
         cause = getattr(error, "orig", None) or error
         raise StorageFailed(f"the catalogue cannot be read or written: {cause}") from error
+
+
+def _batches(wanted: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:
+    for id, numbers in wanted.items():
+        for start in range(0, len(numbers), _VALUES_AT_ONCE):
+            yield id, numbers[start : start + _VALUES_AT_ONCE]
 
 
 def _row(session: Session, id: str) -> _DocumentRow:

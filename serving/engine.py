@@ -65,13 +65,20 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of the answer. `prefill` and `queue` (seconds waited) come with the first one."""
+    """A piece of the answer.
+
+    With the first one come `prefill` and, in seconds, `queue` (waited before it was scheduled), `read` (from then to
+    the first token) and `longest_step` (of the engine's steps that read this prompt). `logprobs` holds, for each token
+    of this piece, token ids with their natural logarithms, the chosen one first.
+    """
 
     text: str
     tokens: int = 0
     finish_reason: str | None = None
     prefill: Prefill | None = None
     queue: float | None = None
+    read: float | None = None
+    longest_step: float | None = None
     logprobs: Sequence[dict[int, float]] | None = None
 
 
@@ -184,7 +191,8 @@ class Engine(Protocol):
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """Messages in the model's chat template as token ids, ready for the answer to begin.
 
-        Control tokens spelled out in a message's content stay plain text.
+        A last message of the assistant is the answer's beginning, which the model goes on from. Control tokens spelled
+        out in a message's content stay plain text.
         """
         ...
 

@@ -40,13 +40,14 @@ class Overloaded(ServingError):
 
 
 class PromptTooLong(ServingError):
-    """The prompt and its answer do not fit the model's window."""
+    """The prompt and its answer do not fit the model's window; `at_least`: the prompt was not counted to its end."""
 
-    def __init__(self, prompt_tokens: int, max_tokens: int, window: int) -> None:
+    def __init__(self, prompt_tokens: int, max_tokens: int, window: int, *, at_least: bool = False) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.window = window
+        counted = f"{'at least ' if at_least else ''}{prompt_tokens:,}"
         super().__init__(
-            f"the prompt has {prompt_tokens:,} tokens and the answer may have {max_tokens:,}, "
+            f"the prompt has {counted} tokens and the answer may have {max_tokens:,}, "
             f"but the model's window is {window:,} tokens"
         )

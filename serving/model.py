@@ -37,17 +37,19 @@ class ModelFolder:
     @property
     def window(self) -> int | None:
         """The longest sequence the model was made for, in tokens."""
-        value = self.config.get("max_position_embeddings")
-        scaling = self.config.get("rope_scaling") or {}
-        if value and isinstance(scaling, dict) and scaling.get("factor"):
-            original = scaling.get("original_max_position_embeddings", value)
-            return max(int(value), int(original * scaling["factor"]))
-        return value
+        config = self._text_config
+        stated = config.get("max_position_embeddings")
+        if not isinstance(stated, int):
+            return None
+        # Gemma 3 states its window after scaling, like nobody else who scales linearly.
+        if str(config.get("model_type")).startswith("gemma3"):
+            return stated
+        return max([stated, *(_scaled(stated, rope) for rope in _rope_parameters(config))])
 
     @property
     def kv_bytes_per_token(self) -> int | None:
         """Bytes of one token's keys and values over all layers, in the model's own dtype."""
-        config = self.config.get("text_config", self.config)
+        config = self._text_config
         try:
             heads = config["num_attention_heads"]
             head_size = config.get("head_dim") or config["hidden_size"] // heads
@@ -57,9 +59,18 @@ class ModelFolder:
         except (KeyError, TypeError):
             return None
 
+    @property
+    def _text_config(self) -> dict[str, Any]:
+        """What concerns the language model; models that also see or hear keep it apart."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
 
-def resolve_model(setting: str, models_dir: Path) -> ModelFolder:
+
+def resolve_model(setting: str, models_dir: Path, *, weights: bool = True) -> ModelFolder:
     """Find the model that a setting names, preparing the packaged one if need be.
+
+    Args:
+        weights: whether the folder must hold them; an engine that draws random ones needs none.
 
     Raises:
         ModelUnusable: the folder is missing or incomplete, or the setting is neither a folder nor a hub id.
@@ -68,7 +79,7 @@ def resolve_model(setting: str, models_dir: Path) -> ModelFolder:
         return _read_folder(prepare_packaged(models_dir), "SmolLM2-135M-Instruct")
     folder = _as_folder(setting)
     if folder is not None:
-        return _read_folder(folder, folder.resolve().name)
+        return _read_folder(folder, folder.resolve().name, weights=weights)
     looks_like_hub_id = setting.count("/") == 1 and not setting.startswith(("/", ".", "~"))
     if looks_like_hub_id:
         return ModelFolder(source=setting, name=setting, config={})
@@ -161,6 +172,21 @@ def _dequantise(gguf: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
+def _rope_parameters(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """How positions are scaled: older configs call it `rope_scaling`; newer ones may tell it per type of layer."""
+    found = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(found, dict):
+        return []
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]
+
+
+def _scaled(stated: int, rope: dict[str, Any]) -> int:
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings", stated)
+    numbers = isinstance(factor, (int, float)) and isinstance(original, (int, float))
+    return int(original * factor) if numbers else stated
+
+
 def _as_folder(setting: str) -> Path | None:
     try:
         folder = Path(setting).expanduser()
@@ -169,12 +195,12 @@ def _as_folder(setting: str) -> Path | None:
         return None
 
 
-def _read_folder(folder: Path, name: str) -> ModelFolder:
+def _read_folder(folder: Path, name: str, *, weights: bool = True) -> ModelFolder:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelUnusable(f"the model folder {str(folder)!r} has no config.json; is it the right folder?")
     config = _read_json(config_file)
-    if missing := _missing_files(folder):
+    if missing := [*_missing_tokenizer(folder), *(_missing_weights(folder) if weights else [])]:
         raise ModelUnusable(
             f"the model folder {str(folder)!r} is incomplete: {', '.join(missing)} missing; fetch the model again"
         )
@@ -183,22 +209,32 @@ def _read_folder(folder: Path, name: str) -> ModelFolder:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelUnusable(f"{str(file)!r} is not valid JSON ({error}); fetch the model again") from error
+    except OSError as error:
+        raise ModelUnusable(f"{str(file)!r} cannot be read ({error.strerror}); mend its permissions") from error
     if not isinstance(content, dict) or not content:
         raise ModelUnusable(f"{str(file)!r} does not hold what a model needs; fetch the model again")
     return content
 
 
-def _missing_files(folder: Path) -> list[str]:
-    missing = []
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        missing.append("tokenizer.json")
+def _missing_tokenizer(folder: Path) -> list[str]:
+    there = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return [] if there else ["tokenizer.json"]
+
+
+def _missing_weights(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(_read_json(index).get("weight_map", {}).values())
-        missing += sorted(shard for shard in shards if not (folder / shard).is_file())
-    elif not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        missing.append("model.safetensors")
-    return missing
+        return [shard for shard in _shards(index) if not (folder / shard).is_file()]
+    there = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    return [] if there else ["model.safetensors"]
+
+
+def _shards(index: Path) -> list[str]:
+    """The weight files that an index names."""
+    weights = _read_json(index).get("weight_map")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(shard, str) for shard in weights.values()):
+        raise ModelUnusable(f"{str(index)!r} does not tell the weight files; fetch the model again")
+    return sorted(set(weights.values()))

@@ -90,7 +90,7 @@ class ScriptedEngine:
             prefill.prompt_tokens - (prefill.cached_tokens or 0)
         )
         pieces = self._queue.pop(0) if self._queue else self.script.answer
-        pieces = pieces[: request.sampling.max_tokens]
+        pieces, cut = pieces[: request.sampling.max_tokens], len(pieces) > request.sampling.max_tokens
         self._running[request.id] = Progress(True, prefill.cached_tokens or 0, prefill.prompt_tokens)
         try:
             await self._sleep(seconds)
@@ -102,7 +102,7 @@ class ScriptedEngine:
                 yield Delta(
                     text=piece,
                     tokens=number,
-                    finish_reason="stop" if number == len(pieces) else None,
+                    finish_reason=None if number < len(pieces) else "length" if cut else "stop",
                     prefill=prefill if number == 1 else None,
                     queue=0.0 if number == 1 else None,
                 )
@@ -135,7 +135,9 @@ class ScriptedEngine:
         return len(_TOKEN.findall(text))
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        text = "".join(f"[{message.role}]\n{message.content}\n" for message in messages) + "[assistant]\n"
+        text = "".join(f"[{message.role}]\n{message.content}\n" for message in messages)
+        begun = bool(messages) and messages[-1].role == "assistant"
+        text = text.removesuffix("\n") if begun else text + "[assistant]\n"
         return [self._token(word) for word in _TOKEN.findall(text)]
 
     @property

@@ -74,6 +74,7 @@ class _Reading:
     total: int
     done: int
     alone: bool
+    longest_step: float | None = None
 
 
 class VllmEngine:
@@ -124,19 +125,20 @@ class VllmEngine:
                 async for output in stream:
                     completion = output.outputs[0]
                     tokens += len(completion.token_ids)
-                    prefill = queue = None
-                    if first:
-                        first = False
-                        prefill = self._finish_reading(request, reading, output)
-                        queue = _queued_seconds(output)
-                    yield Delta(
+                    delta = Delta(
                         text=completion.text,
                         tokens=tokens,
                         finish_reason=completion.finish_reason,
-                        prefill=prefill,
-                        queue=queue,
                         logprobs=_plain_logprobs(completion.logprobs),
                     )
+                    if first:
+                        first = False
+                        queue, read = _waits(output)
+                        prefill = self._finish_reading(request, reading, output)
+                        delta = replace(
+                            delta, prefill=prefill, queue=queue, read=read, longest_step=reading.longest_step
+                        )
+                    yield delta
             except Exception as error:
                 raise self._translate(error) from error
             finally:
@@ -170,7 +172,10 @@ class VllmEngine:
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         chat = [{"role": m.role, "content": self._disarm(m.content)} for m in messages]
-        ids = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+        begun = bool(messages) and messages[-1].role == "assistant"
+        ids = self._tokenizer.apply_chat_template(
+            chat, add_generation_prompt=not begun, continue_final_message=begun, tokenize=True, return_dict=False
+        )
         return list(ids)
 
     @property
@@ -198,7 +203,8 @@ class VllmEngine:
 
     @cached_property
     def _folder(self) -> ModelFolder:
-        return resolve_model(self._config.model, self._config.models_dir.expanduser())
+        weights = self._config.engine_args.get("load_format") != "dummy"
+        return resolve_model(self._config.model, self._config.models_dir.expanduser(), weights=weights)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -299,7 +305,7 @@ class VllmEngine:
             def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
                 details = getattr(scheduler_stats, "iteration_details", None)
                 if details is not None:
-                    engine._advance(details.num_ctx_tokens)
+                    engine._advance(details.num_ctx_tokens, details.elapsed_ms / 1000)
 
             def log_engine_initialized(self) -> None:
                 """Nothing to say."""
@@ -340,14 +346,16 @@ class VllmEngine:
             self._pending.discard(request.id)
             self._reading.pop(request.id, None)
 
-    def _advance(self, prompt_tokens: int) -> None:
+    def _advance(self, prompt_tokens: int, seconds: float) -> None:
         """Credit a step's prompt tokens to the prompts being read: the scheduler serves them in order of admission."""
         for reading in self._reading.values():
+            if not prompt_tokens:
+                return
             taken = min(prompt_tokens, reading.total - reading.done)
             reading.done += taken
             prompt_tokens -= taken
-            if not prompt_tokens:
-                return
+            if taken:
+                reading.longest_step = max(seconds, reading.longest_step or 0.0)
 
     def _finish_reading(self, request: Request, reading: _Reading, output: RequestOutput) -> Prefill:
         self._reading.pop(request.id, None)
@@ -399,9 +407,12 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _queued_seconds(output: RequestOutput) -> float | None:
+def _waits(output: RequestOutput) -> tuple[float | None, float | None]:
+    """Seconds until the request was scheduled, and from then to its first token."""
     metrics = output.metrics
-    return None if metrics is None else max(0.0, metrics.scheduled_ts - metrics.queued_ts)
+    if metrics is None:
+        return None, None
+    return max(0.0, metrics.scheduled_ts - metrics.queued_ts), metrics.first_token_ts - metrics.scheduled_ts
 
 
 def _plain_logprobs(logprobs: Any) -> list[dict[int, float]] | None:
@@ -470,7 +481,14 @@ def _kv_gib(folder: ModelFolder, max_model_len: int | None) -> int:
 
 def _engine_processes() -> list[psutil.Process]:
     """vLLM's children of this process, known by the titles they give themselves."""
-    return [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM::")]
+    return [child for child in psutil.Process().children(recursive=True) if _title(child).startswith("VLLM::")]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return ""
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -35,15 +36,8 @@ def _tree(readme: str) -> set[str]:
 
 def _on_disk(root: Path) -> set[str]:
     """Tracked and new files, as the tree shows them: every module of a package, and one level of all else."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
     paths: set[str] = set()
-    shown = (name for name in listed if (root / name).exists() and "/." not in f"/{name}")
+    shown = (name for name in _listed(root) if (root / name).exists() and "/." not in f"/{name}")
     for name in shown:
         parts = name.split("/")
         if len(parts) == 1 or (parts[0] in PACKAGES and len(parts) == 2):
@@ -54,6 +48,16 @@ def _on_disk(root: Path) -> set[str]:
         if len(parts) > 1:
             paths.add(parts[0] + "/")
     return paths
+
+
+def _listed(root: Path) -> list[str]:
+    """What git has or would take: nothing else tells the project's own files from what tools have made."""
+    if shutil.which("git") is None or not (root / ".git").exists():
+        pytest.skip(
+            "needs git and a clone of the repository; an unpacked archive does not tell which files are its own"
+        )
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_the_readme_shows_the_tree_as_it_is(root: Path) -> None:
@@ -114,3 +118,46 @@ def test_locked_lists_are_hashed_and_leave_out_what_breaks(root: Path) -> None:
                 assert "--hash=sha256:" in block, block[:60]
         pinned = {block.split("==")[0].split("\n")[-1] for block in blocks}
         assert not pinned & {"torchvision", "torchaudio", "torchcodec", "llama-cpp-python", "zh-core-web-sm"}
+
+
+_VENV = ".venv/.made"
+_FAILING = """#!/bin/sh
+mkdir -p .venv/bin
+ln -s {python} .venv/bin/python
+echo "no ensurepip here" >&2
+exit {code}
+"""
+
+
+def _make_venv(root: Path, folder: Path, python: Path | str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--silent", "--file", str(root / "Makefile"), _VENV, f"PYTHON={python}"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("code", [0, 1], ids=["a .venv without pip of its own", "creating fails"])
+def test_a_virtual_environment_that_cannot_be_made_is_not_kept(root: Path, tmp_path: Path, code: int) -> None:
+    python = tmp_path / "python"
+    # Linked without its pyvenv.cfg, it is the interpreter that it links to, with the pip of that one.
+    python.write_text(_FAILING.format(python=Path(sys.executable).resolve(), code=code))
+    python.chmod(0o755)
+    made = _make_venv(root, tmp_path, python)
+    assert made.returncode != 0
+    assert ("no ensurepip here" if code else "no environment of its own") in made.stdout
+    assert "make PYTHON=" in made.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_missing_python_is_named(root: Path, tmp_path: Path) -> None:
+    made = _make_venv(root, tmp_path, "/nowhere/python")
+    assert made.returncode != 0
+    assert "/nowhere/python" in made.stdout
+
+
+def test_half_a_virtual_environment_is_made_anew(root: Path, tmp_path: Path) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(Path(sys.executable).resolve())
+    made = _make_venv(root, tmp_path, Path(sys.executable).resolve())
+    assert made.returncode == 0, made.stdout
+    prefix = [str(tmp_path / ".venv" / "bin" / "python"), "-c", "import pip, sys; print(sys.prefix)"]
+    assert subprocess.run(prefix, capture_output=True, text=True, check=True).stdout.strip() == str(tmp_path / ".venv")
+    assert _make_venv(root, tmp_path, "/nowhere/python").stdout == ""

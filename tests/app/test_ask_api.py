@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from serving.engine import State
+from app.answer import Ask, Context, Event, Prepared, Token, answer, prepare_answer
+from retrieval.catalogue import Document
+from serving.engine import Message, State
 from serving.errors import EngineDied
 from tests.conftest import Service
 from tests.documents import Report
@@ -28,6 +34,25 @@ async def _events(service: Service, question: str, **fields: Any) -> list[tuple[
             elif field == "data":
                 events.append((name, json.loads(value)))
     return events
+
+
+@contextmanager
+def _scripted(service: Service, **changes: Any) -> Iterator[None]:
+    """The engine behaves differently for a while."""
+    script = service.engine.script
+    service.engine.script = replace(script, **changes)
+    try:
+        yield
+    finally:
+        service.engine.script = script
+
+
+async def _prepared(service: Service, ask: Ask) -> Prepared:
+    return await prepare_answer(ask, service.services, time.perf_counter())
+
+
+async def _next(events: AsyncIterator[Event]) -> Event:
+    return await anext(events)
 
 
 async def test_an_answer_streams_with_context_first_and_the_facts_last(
@@ -141,6 +166,39 @@ async def test_a_document_too_long_to_be_read_whole_is_refused_with_numbers(serv
     assert "8,192" in response.json()["error"]["message"]
 
 
+async def test_what_cannot_fit_is_refused_without_reading_all_of_it(
+    service: Service, report_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    count = service.engine.count_tokens
+
+    def count_tokens(text: str) -> int:
+        counted.append(count(text))
+        return counted[-1]
+
+    def render_chat(_: list[Message]) -> list[int]:
+        raise AssertionError("the whole prompt was made")
+
+    monkeypatch.setattr(service.engine, "count_tokens", count_tokens)
+    monkeypatch.setattr(service.engine, "render_chat", render_chat)
+    response = await service.ask("What is this about?", documents=[report_id], mode="whole")
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "prompt_too_long")
+    assert f"the prompt has at least {sum(counted):,} tokens" in response.json()["error"]["message"]
+    assert sum(counted[:-1]) <= 8192 - 512 < sum(counted)
+
+
+async def test_counts_of_another_model_refuse_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    id = await service.upload("short.txt", b"The buoy is yellow.", collection="counts")
+    get = service.services.catalogue.get
+
+    def stale(id: str) -> Document:
+        return replace(get(id), tokens=1_000_000)
+
+    monkeypatch.setattr(service.services.catalogue, "get", stale)
+    body = (await service.ask("What colour is the buoy?", documents=[id], mode="whole")).json()
+    assert body["context"]["mode"] == "whole"
+
+
 async def test_an_answer_longer_than_the_window_leaves_no_room(service: Service, report_id: str) -> None:
     response = await service.ask("What is this about?", documents=[report_id], max_tokens=8190)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "prompt_too_long")
@@ -158,6 +216,93 @@ async def test_progress_comes_while_the_prompt_is_read(service: Service, report_
     assert progress[0]["phase"] == "prefill"
     assert progress[0]["tokens_total"] == events[0][1]["prompt_tokens"]
     assert 0.9 < progress[0]["elapsed_s"] < progress[1]["elapsed_s"] < 2.5
+
+
+async def test_questions_without_acceleration_wait_for_their_turn_and_say_so(service: Service, report_id: str) -> None:
+    exact = {"documents": [report_id], "acceleration": "off"}
+    with _scripted(service, first_token_s=1.6):
+        first = asyncio.create_task(_events(service, "Who is first?", **exact))
+        while not service.engine.stats.pending:
+            await asyncio.sleep(0.02)
+        events = await _events(service, "Who is second?", **exact)
+        await first
+    progress = [data for name, data in events if name == "progress"]
+    phases = [data["phase"] for data in progress]
+    assert sorted(set(phases), key=phases.index) == ["queued", "prefill"]
+    assert progress[0]["tokens_done"] == 0
+    assert progress[0]["tokens_total"] == events[0][1]["prompt_tokens"]
+    assert progress[0]["eta_s"] is None
+    elapsed = [data["elapsed_s"] for data in progress]
+    assert elapsed == sorted(elapsed)
+    timings = events[-1][1]["timings"]
+    # The engine's own time begins with the turn.
+    assert timings["queue"] + timings["engine_ttft"] <= timings["ttft"]
+    assert timings["queue"] > elapsed[phases.count("queued") - 1]
+
+
+async def test_those_who_wait_for_their_turn_count_as_pending(service: Service, report_id: str) -> None:
+    exact = {"documents": [report_id], "acceleration": "off"}
+    with _scripted(service, first_token_s=0.6, max_pending=3):
+        answers = await asyncio.gather(*(service.ask(f"Who is number {n}?", **exact) for n in range(8)))
+    statuses = sorted(answer.status_code for answer in answers)
+    assert statuses == [200, 200, 200, *[429] * 5]
+    assert service.services.pending == 0
+
+
+async def test_leaving_the_queue_leaves_nothing_behind(service: Service, report_id: str) -> None:
+    ask = Ask("Will you wait?", documents=(report_id,), acceleration="off")
+    with _scripted(service, first_token_s=30.0):
+        answers = [answer(await _prepared(service, ask), service.services) for _ in range(2)]
+        steps = []
+        for events in answers:
+            assert isinstance(await anext(events), Context)
+            steps.append(asyncio.create_task(_next(events)))
+            while not service.engine.stats.pending:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
+        assert service.services.pending == 2
+        for step in reversed(steps):
+            step.cancel()
+            await asyncio.wait([step])
+    assert service.services.pending == 0
+
+
+@pytest.mark.parametrize("acceleration", ["auto", "off"])
+async def test_closing_an_answer_aborts_it_at_once(service: Service, report_id: str, acceleration: Any) -> None:
+    prepared = await _prepared(service, Ask("Will it end?", documents=(report_id,), acceleration=acceleration))
+    events = answer(prepared, service.services)
+    while not isinstance(await anext(events), Token):
+        pass
+    await events.aclose()
+    assert prepared.request.id in service.engine.aborted
+    assert service.services.pending == 0
+
+
+async def test_a_question_keeps_the_database_off_the_event_loop(
+    service: Service, report_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    transaction = service.services.catalogue._transaction
+
+    def watched() -> Any:
+        threads.add(threading.current_thread())
+        return transaction()
+
+    monkeypatch.setattr(service.services.catalogue, "_transaction", watched)
+    for mode in ("retrieve", "auto"):
+        await service.ask("Where is the spare key kept?", documents=[report_id], mode=mode)
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize(("window", "longest"), [(256, 64), (1024, 256), (8192, 512)])
+async def test_the_default_length_of_an_answer_leaves_room_in_a_small_window(
+    service: Service, report_id: str, window: int, longest: int
+) -> None:
+    with _scripted(service, window=window):
+        response = await service.ask("Where is the key?", documents=[report_id])
+    assert response.status_code == 200, response.text
+    assert service.engine.requests[-1].sampling.max_tokens == longest
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "one piece"])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+import structlog
 
+from app.services import UnusableCollection, collection_name
 from tests.conftest import Service
 from tests.documents import Report, as_pdf, as_text, empty, encrypted_pdf, not_a_pdf, scanned_pdf, truncated_pdf
 
@@ -198,3 +202,144 @@ async def test_the_service_answers_while_it_ingests(service: Service, long_repor
         answered += 1
         await asyncio.sleep(0.05)
     assert answered > 10
+
+
+@pytest.mark.parametrize(
+    ("typed", "again"),
+    [
+        pytest.param("ledgers", "  ledgers\t", id="blanks"),
+        pytest.param("Letters of Margaret Ellison", "Letters of Margaret Ellison ", id="personal data"),
+        pytest.param("of_Margaret_Ellison", "of_Margaret_Ellison", id="underscores hide a name"),
+        pytest.param("sea\u0301n\u200e", "se\u00e1n", id="composed and invisible characters"),
+    ],
+)
+async def test_a_typed_name_always_finds_its_collection(service: Service, typed: str, again: str) -> None:
+    id = await service.upload("sloop.txt", f"The sloop of {typed!r} is grey.".encode(), collection=typed)
+    stored = (await service.http.get(f"/v1/documents/{id}")).json()["collection"]
+    assert "Ellison" not in stored
+    for name in (typed, again, stored):
+        listed = (await service.http.get("/v1/documents", params={"collection": name})).json()["documents"]
+        assert [document["id"] for document in listed] == [id]
+        asked = (await service.ask("What colour is the sloop?", collection=name)).json()
+        assert [document["id"] for document in asked["context"]["documents"]] == [id]
+
+
+@pytest.mark.parametrize("name", ["", " ", "\u200e", "x" * 101, "mail a@b.org " * 7], ids=lambda name: repr(name)[:20])
+async def test_a_name_of_no_collection_is_refused_everywhere(service: Service, name: str) -> None:
+    answers = [
+        await service.http.post("/v1/documents", files={"files": ("a.txt", b"x")}, data={"collection": name}),
+        await service.http.get("/v1/documents", params={"collection": name}),
+        await service.ask("Where is it?", collection=name),
+    ]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request")
+        assert "collection: " in answer.json()["error"]["message"]
+
+
+async def test_a_collection_is_redacted_once_and_stays_as_it_is(service: Service) -> None:
+    redact = service.services.redact
+    names = [
+        "default",
+        "my_docs",
+        "Alice",
+        "Margaret Ellison and my_docs",
+        "a@b.org, Bob Jones",
+        "<PERSON_3f9a1c>",
+        "x" * 100,
+    ]
+    for name in names:
+        stored = collection_name(name, redact)
+        assert collection_name(stored, redact) == stored
+    assert collection_name("default", redact) == "default"
+    assert collection_name("my_docs", redact) == "my_docs"
+    with pytest.raises(UnusableCollection, match="once placeholders stand"):
+        collection_name("a@b.org " * 12, redact)
+
+
+SURROGATE = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"question": f"Where is {SURROGATE}?"}, id="question"),
+        pytest.param({"documents": [SURROGATE]}, id="id"),
+        pytest.param({"mode": SURROGATE}, id="choice"),
+        pytest.param({"collection": SURROGATE}, id="collection"),
+        pytest.param({SURROGATE: 1}, id="name of a field"),
+        pytest.param({"documents": {SURROGATE: SURROGATE}}, id="nested"),
+    ],
+)
+async def test_half_a_character_in_a_question_is_an_invalid_request(service: Service, body: dict[str, Any]) -> None:
+    content = json.dumps({"question": "Where is it?", **body})
+    response = await service.http.post("/v1/ask", content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["type"]) == (422, "invalid_request")
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "utf-7", "unicode_escape", "punycode", "idna", "undefined", "nonsense"])
+@pytest.mark.parametrize("word", [b"\xed\xa0\x80", b"+2AA-", b"\\ud800", b"\xff"])
+async def test_a_form_in_any_charset_is_taken_or_refused(service: Service, charset: str, word: bytes) -> None:
+    content = (
+        b'--b\r\nContent-Disposition: form-data; name="collection"\r\n\r\nhalf ' + word + b"\r\n"
+        b'--b\r\nContent-Disposition: form-data; name="files"; filename="oar '
+        + word
+        + b'.txt"\r\n\r\nThe oar is teal.\r\n'
+        b"--b--\r\n"
+    )
+    headers = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+    response = await service.http.post("/v1/documents", content=content, headers=headers)
+    assert response.status_code in (202, 422), response.text
+    assert (await service.http.get("/v1/documents")).status_code == 200
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "2147483648", "9" * 30, "one", "%ed%a0%80"])
+async def test_a_number_of_no_page_is_an_invalid_request(service: Service, report_id: str, number: str) -> None:
+    response = await service.http.get(f"/v1/documents/{report_id}/pages/{number}")
+    assert (response.status_code, response.json()["error"]["type"]) == (422, "invalid_request")
+
+
+@pytest.mark.parametrize("id", ["%ed%a0%80", "%00", "%ff", "x" * 3000, "%E2%80%AE"])
+async def test_an_id_of_any_kind_is_an_unknown_document(service: Service, id: str) -> None:
+    for method, path in (("GET", ""), ("GET", "/pages/1"), ("GET", "/events"), ("POST", "/cancel"), ("DELETE", "")):
+        response = await service.http.request(method, f"/v1/documents/{id}{path}")
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "unknown_document")
+
+
+async def test_a_question_over_the_limit_is_told_so(service: Service) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"question": "'
+        for _ in range(30):
+            yield b"x" * 100_000
+
+    response = await service.http.post("/v1/ask", content=body(), headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["type"]) == (413, "body_too_large")
+
+
+async def test_a_mistake_of_our_own_is_answered_and_logged_without_its_text(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret text")
+
+    monkeypatch.setattr(service.services.catalogue, "get", broken)
+    with structlog.testing.capture_logs() as logged:
+        response = await service.http.get("/v1/documents/d_1")
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "internal")
+    assert {"event": "request_broke", "log_level": "error", "error": "ZeroDivisionError"} in logged
+    assert "secret" not in response.text + str(logged) + caplog.text
+    assert 'foreword_failures_total{type="internal"}' in (await service.http.get("/metrics")).text
+
+
+async def test_an_error_that_nobody_waits_for_is_logged_without_its_text(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken() -> None:
+        raise ZeroDivisionError("secret text")
+
+    with structlog.testing.capture_logs() as logged:
+        task = asyncio.create_task(broken())
+        await asyncio.sleep(0)
+        del task
+        await asyncio.sleep(0)
+    assert {"event": "error_lost", "log_level": "error", "error": "ZeroDivisionError"} in logged
+    assert "secret" not in str(logged) + caplog.text

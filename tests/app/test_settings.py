@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import Settings, SettingsError, load_settings
+from app.settings import Settings, SettingsError, load_settings, local_url
 
 
 def test_defaults_need_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +47,23 @@ def test_an_unknown_name_in_the_file_is_named(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "foreword.toml").write_text("prot = 1\n")
     with pytest.raises(SettingsError, match="PROT"):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("192.168.1.7", "http://192.168.1.7:8000"),
+        ("localhost", "http://localhost:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),  # noqa: S104 - compared, not bound
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),
+        ("0:0:0:0:0:0:0:0", "http://[::1]:8000"),
+        ("fd00::7", "http://[fd00::7]:8000"),
+    ],
+)
+def test_a_service_is_reached_where_it_listens(host: str, url: str) -> None:
+    assert local_url(host, 8000) == url
 
 
 def test_settings_are_frozen() -> None:

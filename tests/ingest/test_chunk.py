@@ -1,4 +1,4 @@
-"""Pages become chunks that fit the embedding model, know their place and leave nothing out."""
+"""Texts become pages, and pages become chunks that fit the embedding model, know their place and leave nothing out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ingest.chunk import chunk_pages
+from ingest.chunk import chunk_pages, paginate
 from ingest.extract import Page
+from ingest.redact import PLACEHOLDER
 from retrieval.embed import Embedder, TokenCounter
 from retrieval.passage import Chunk
 from tests.documents import report
@@ -128,3 +129,53 @@ def test_chinese_is_cut_after_its_stops() -> None:
 
 def test_no_pages() -> None:
     assert cut() == []
+
+
+# --- pages ---
+
+PAGE = 3000
+
+
+def paged(*texts: str) -> list[str]:
+    pages = paginate([Page(number, str(number), text) for number, text in enumerate(texts, start=1)])
+    assert [(page.number, page.label) for page in pages] == [(n, str(n)) for n in range(1, len(pages) + 1)]
+    return [page.text for page in pages]
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["word ", "a sentence ends. ", "line\n", "paragraph\n\n", "句子。", "x" * 700, " ", "<PERSON_3f9a1c>" * 70]
+        ),
+        max_size=80,
+    ).map("".join)
+)
+@example("x" * (3 * PAGE))
+@example(" " * (2 * PAGE + 1))
+@example("<PERSON_3f9a1c>" * 900)
+def test_pagination_loses_nothing_and_cuts_no_placeholder(text: str) -> None:
+    pages = paged(text)
+    assert "".join(pages) == text
+    assert all(0 < len(page) <= PAGE for page in pages) or text == ""
+    # Only where nothing can be cut is a page shorter than half.
+    assert all(len(page) > PAGE // 2 for page in pages[:-1])
+    assert sum(len(PLACEHOLDER.findall(page)) for page in pages) == len(PLACEHOLDER.findall(text))
+
+
+@pytest.mark.parametrize("place", range(PAGE - 20, PAGE + 3))
+def test_a_placeholder_at_the_end_of_a_page_stays_whole(place: int) -> None:
+    text = "x" * place + "<PERSON_3f9a1c>" + "y" * 100
+    assert "".join(paged(text)) == text
+    assert any("<PERSON_3f9a1c>" in page for page in paged(text))
+
+
+@pytest.mark.parametrize("mark", ["\n\n", "\n", "。", ". ", " "], ids=["paragraph", "line", "cjk", "sentence", "word"])
+def test_pages_end_at_the_best_mark(mark: str) -> None:
+    # The word mark is everywhere, so a page that ends elsewhere has preferred something better.
+    first, *_ = paged(("ab " * 800 + "end" + mark) * 3)
+    assert first == "ab " * 800 + "end" + mark or mark == " "
+    assert first.endswith(mark)
+
+
+def test_each_part_begins_a_page() -> None:
+    assert paged("one", "", "x" * (PAGE + 1), "four") == ["one", "", "x" * PAGE, "x", "four"]

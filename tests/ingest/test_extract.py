@@ -36,7 +36,6 @@ TEXT: MediaType = "text/plain"
 MARKDOWN: MediaType = "text/markdown"
 CHINESE = "春天来了，花开了。这是一份关于机器维护的长篇报告。"
 GERMAN = "Grüße aus Köln: die Maschine läuft schön über die Brücke."
-PAGE = 3000
 
 
 def texts(data: bytes, name: str = "a.txt", kind: MediaType = TEXT) -> list[str]:
@@ -137,36 +136,9 @@ def test_cleaned_text_can_be_encoded(text: str) -> None:
     assert cleaned.encode().decode() == cleaned
 
 
-@given(
-    st.lists(
-        st.sampled_from(["word ", "a sentence ends. ", "line\n", "paragraph\n\n", "句子。", "x" * 700, " "]),
-        max_size=80,
-    ).map("".join)
-)
-@example("x" * (3 * PAGE))
-@example(" " * (2 * PAGE + 1))
-def test_pagination_loses_nothing(text: str) -> None:
-    pages = list(extract_module._paginate(text))
-    assert "".join(pages) == text
-    assert all(0 < len(page) <= PAGE for page in pages) or text == ""
-    # Only where nothing can be cut is a page shorter than half.
-    assert all(len(page) > PAGE // 2 for page in pages[:-1])
-
-
-@pytest.mark.parametrize("mark", ["\n\n", "\n", "。", ". ", " "], ids=["paragraph", "line", "cjk", "sentence", "word"])
-def test_pages_end_at_the_best_mark(mark: str) -> None:
-    # The word mark is everywhere, so a page that ends elsewhere has preferred something better.
-    text = ("ab " * 800 + "end" + mark) * 3
-    first, *_ = extract_module._paginate(text)
-    assert first == "ab " * 800 + "end" + mark or mark == " "
-    assert first.endswith(mark)
-
-
-def test_long_markdown_is_cut_without_loss() -> None:
+def test_a_text_is_not_cut_before_it_is_redacted() -> None:
     data = as_markdown(report(6).pages)
-    pages = texts(data, "a.md", MARKDOWN)
-    assert len(pages) > 4
-    assert "".join(pages) == data.decode()
+    assert texts(data, "a.md", MARKDOWN) == [data.decode()]
 
 
 # --- PDF ---

@@ -15,7 +15,7 @@ import pytest
 from ingest import jobs as jobs_module
 from ingest import pipeline as pipeline_module
 from ingest.errors import QueueFull
-from ingest.jobs import Jobs, OnDuplicate, Upload
+from ingest.jobs import Accepted, Jobs, OnDuplicate, Upload
 from ingest.pipeline import Pipeline
 from ingest.workers import Workers
 from retrieval.catalogue import Document, Status, StoredPage
@@ -37,6 +37,11 @@ def pdf_upload(data: bytes) -> Upload:
     return Upload("a.pdf", "application/pdf", data, sha256(data).hexdigest(), "default")
 
 
+async def add(jobs: Jobs, upload: Upload) -> Accepted:
+    (accepted,) = await jobs.add_all([upload])
+    return accepted
+
+
 async def ended(jobs: Jobs, id: str) -> Document:
     """The document once its ingest has ended."""
     async with asyncio.timeout(LIMIT_S):
@@ -45,7 +50,7 @@ async def ended(jobs: Jobs, id: str) -> Document:
 
 
 async def ingested(jobs: Jobs, upload: Upload) -> Document:
-    return await ended(jobs, (await jobs.add(upload)).id)
+    return await ended(jobs, (await add(jobs, upload)).id)
 
 
 def assert_nothing_left(pipeline: Pipeline, id: str) -> None:
@@ -171,7 +176,7 @@ async def test_a_file_that_takes_too_long(pipeline: Pipeline, monkeypatch: pytes
 
 
 async def test_documents_are_taken_in_turn(jobs: Jobs, pipeline: Pipeline) -> None:
-    ids = [(await jobs.add(text_upload(f"The pump number {n} runs."))).id for n in range(3)]
+    ids = [(await add(jobs, text_upload(f"The pump number {n} runs."))).id for n in range(3)]
     assert (await ended(jobs, ids[2])).status == "ready"
     assert {pipeline.catalogue.get(id).status for id in ids} == {"ready"}
 
@@ -179,7 +184,7 @@ async def test_documents_are_taken_in_turn(jobs: Jobs, pipeline: Pipeline) -> No
 async def test_watch_shows_the_stages(jobs: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     gate.hold(monkeypatch, pipeline.vectors, "add")
-    id = (await jobs.add(text_upload("The pump runs."))).id
+    id = (await add(jobs, text_upload("The pump runs."))).id
     await gate.wait()
     stage = jobs.stage(id)
     assert stage is not None
@@ -198,32 +203,32 @@ async def test_watch_shows_the_stages(jobs: Jobs, pipeline: Pipeline, monkeypatc
 
 
 async def test_same_bytes_are_kept_once(waiting: Jobs) -> None:
-    first = await waiting.add(text_upload("same", name="a.txt"))
-    again = await waiting.add(text_upload("same", name="b.txt"))
+    first = await add(waiting, text_upload("same", name="a.txt"))
+    again = await add(waiting, text_upload("same", name="b.txt"))
     assert not first.duplicate
     assert (again.id, again.duplicate) == (first.id, True)
-    elsewhere = await waiting.add(text_upload("same", collection="other"))
+    elsewhere = await add(waiting, text_upload("same", collection="other"))
     assert not elsewhere.duplicate
     assert elsewhere.id != first.id
 
 
 async def test_many_at_once_are_kept_once(waiting: Jobs) -> None:
-    accepted = await asyncio.gather(*(waiting.add(text_upload("same")) for _ in range(5)))
+    accepted = await asyncio.gather(*(add(waiting, text_upload("same")) for _ in range(5)))
     assert len({one.id for one in accepted}) == 1
     assert sorted(one.duplicate for one in accepted) == [False, True, True, True, True]
 
 
 async def test_a_version_is_kept_beside_the_old_one(waiting: Jobs, pipeline: Pipeline) -> None:
-    first = await waiting.add(text_upload("same"))
-    second = await waiting.add(text_upload("same", on_duplicate="version"))
+    first = await add(waiting, text_upload("same"))
+    second = await add(waiting, text_upload("same", on_duplicate="version"))
     assert not second.duplicate
     assert {document.id for document in pipeline.catalogue.documents()} == {first.id, second.id}
 
 
 async def test_what_failed_or_was_cancelled_may_come_again(waiting: Jobs) -> None:
-    first = await waiting.add(text_upload("same"))
+    first = await add(waiting, text_upload("same"))
     await waiting.cancel(first.id)
-    second = await waiting.add(text_upload("same"))
+    second = await add(waiting, text_upload("same"))
     assert not second.duplicate
     assert second.id != first.id
 
@@ -243,6 +248,37 @@ async def test_replace_deletes_older_ones_of_the_name(jobs: Jobs, pipeline: Pipe
     assert pipeline.vectors.count() == 3
 
 
+async def test_replace_knows_a_document_by_its_name(waiting: Jobs) -> None:
+    """The same bytes under another name are another document: the caller asked for this name to hold them."""
+    other = await add(waiting, text_upload("same", name="b.txt"))
+    first = await add(waiting, text_upload("same", name="a.txt", on_duplicate="replace"))
+    again = await add(waiting, text_upload("same", name="a.txt", on_duplicate="replace"))
+    assert (first.duplicate, first.id != other.id) == (False, True)
+    assert (again.duplicate, again.id) == (True, first.id)
+
+
+async def test_replacing_back_and_forth(waiting: Jobs) -> None:
+    """The first of these is deleted when the second is ready, so the third cannot be told that it is there already."""
+    first = await add(waiting, text_upload("old", on_duplicate="replace"))
+    await add(waiting, text_upload("new", on_duplicate="replace"))
+    back = await add(waiting, text_upload("old", on_duplicate="replace"))
+    assert (back.duplicate, back.id != first.id) == (False, True)
+
+
+async def test_replace_spares_what_came_later(jobs: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    gate.hold(monkeypatch, pipeline.vectors, "add")
+    old = await add(jobs, text_upload("The old pump.", on_duplicate="replace"))
+    await gate.wait()
+    later = await add(jobs, text_upload("The new pump.", on_duplicate="version"))
+    await jobs.cancel(later.id)
+    gate.opened.set()
+    assert (await ended(jobs, old.id)).status == "ready"
+    # The queue takes the next one only after the older ones of the last are gone.
+    await ingested(jobs, text_upload("The fan runs.", name="b.txt"))
+    assert pipeline.catalogue.get(later.id).status == "cancelled"
+
+
 async def test_a_failed_replacement_deletes_nothing(jobs: Jobs, pipeline: Pipeline) -> None:
     old = await ingested(jobs, text_upload("The old pump."))
     bad = replace(pdf_upload(truncated_pdf()), name="a.txt", on_duplicate="replace")
@@ -255,7 +291,7 @@ async def test_a_failed_replacement_deletes_nothing(jobs: Jobs, pipeline: Pipeli
 
 
 async def test_cancel_while_waiting(waiting: Jobs, pipeline: Pipeline) -> None:
-    id = (await waiting.add(text_upload("The pump runs."))).id
+    id = (await add(waiting, text_upload("The pump runs."))).id
     assert await waiting.cancel(id)
     document = await ended(waiting, id)
     assert (document.status, document.reason) == ("cancelled", "cancelled by the user")
@@ -269,7 +305,7 @@ async def test_cancel_while_waiting(waiting: Jobs, pipeline: Pipeline) -> None:
 
 
 async def test_delete_while_waiting(waiting: Jobs, pipeline: Pipeline) -> None:
-    id = (await waiting.add(text_upload("The pump runs."))).id
+    id = (await add(waiting, text_upload("The pump runs."))).id
     await waiting.delete(id)
     assert pipeline.catalogue.documents() == []
     with pytest.raises(UnknownDocument):
@@ -293,7 +329,7 @@ async def test_end_while_something_is_being_written(
     """A thread cannot be stopped: what it still writes must be cleaned up all the same."""
     gate = Gate()
     gate.hold(monkeypatch, getattr(pipeline, part), method)
-    id = (await jobs.add(text_upload("The pump runs."))).id
+    id = (await add(jobs, text_upload("The pump runs."))).id
     await gate.wait()
     ending = asyncio.create_task(getattr(jobs, how)(id))
     await asyncio.sleep(0.05)
@@ -318,7 +354,7 @@ async def test_a_second_cancel_does_not_disturb_the_first(
     adding, cleaning = Gate(), Gate()
     adding.hold(monkeypatch, pipeline.vectors, "add")
     cleaning.hold(monkeypatch, pipeline.catalogue, "clear")
-    id = (await jobs.add(text_upload("The pump runs."))).id
+    id = (await add(jobs, text_upload("The pump runs."))).id
     await adding.wait()
     first = asyncio.create_task(jobs.cancel(id))
     adding.opened.set()
@@ -332,12 +368,28 @@ async def test_a_second_cancel_does_not_disturb_the_first(
     assert_nothing_left(pipeline, id)
 
 
+async def test_cancel_of_what_is_ending_already(
+    jobs: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes too late to cancel anything, and says so."""
+    gate = Gate()
+    gate.hold(monkeypatch, pipeline.catalogue, "set_status")
+    id = (await add(jobs, text_upload("The pump runs."))).id
+    await gate.wait()
+    cancelling = asyncio.create_task(jobs.cancel(id))
+    await asyncio.sleep(0.05)
+    gate.opened.set()
+    async with asyncio.timeout(LIMIT_S):
+        assert not await cancelling
+    assert pipeline.catalogue.get(id).status == "ready"
+
+
 async def test_cancel_at_the_very_first_step(pipeline: Pipeline) -> None:
     """A task that is cancelled before it has begun would leave its document open for ever."""
     # A cancelled extraction ends its process, so it is not the one that the other tests share.
     own = Workers()
     jobs = Jobs(replace(pipeline, workers=own))
-    id = (await jobs.add(text_upload("The pump runs."))).id
+    id = (await add(jobs, text_upload("The pump runs."))).id
     await jobs.start()
     while jobs._current is None:
         await asyncio.sleep(0)
@@ -355,7 +407,7 @@ async def test_stop_ends_what_runs_and_what_waits(pipeline: Pipeline, monkeypatc
     await jobs.start()
     gate = Gate()
     gate.hold(monkeypatch, pipeline.vectors, "add")
-    ids = [(await jobs.add(text_upload(f"The pump number {n} runs."))).id for n in range(2)]
+    ids = [(await add(jobs, text_upload(f"The pump number {n} runs."))).id for n in range(2)]
     await gate.wait()
     stopping = asyncio.create_task(jobs.stop())
     await asyncio.sleep(0.05)
@@ -396,13 +448,75 @@ async def test_start_closes_what_an_earlier_run_left_open(pipeline: Pipeline) ->
 async def test_the_queue_has_a_limit(waiting: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "_MAX_WAITING_BYTES", 10)
     # One file may always wait, however large it is.
-    first = (await waiting.add(text_upload("x" * 50))).id
+    first = (await add(waiting, text_upload("x" * 50))).id
     with pytest.raises(QueueFull, match="1 files wait already; upload again"):
-        await waiting.add(text_upload("y"))
+        await add(waiting, text_upload("y"))
     assert len(pipeline.catalogue.documents()) == 1
     await waiting.cancel(first)
-    await waiting.add(text_upload("12345"))
-    await waiting.add(text_upload("67890"))
+    await add(waiting, text_upload("12345"))
+    await add(waiting, text_upload("67890"))
     with pytest.raises(QueueFull):
-        await waiting.add(text_upload("z"))
-    assert (await waiting.add(text_upload("12345"))).duplicate
+        await add(waiting, text_upload("z"))
+    assert (await add(waiting, text_upload("12345"))).duplicate
+
+
+async def test_a_request_is_taken_whole_or_not_at_all(
+    waiting: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "_MAX_WAITING_BYTES", 10)
+    await add(waiting, text_upload("1234"))
+    with pytest.raises(QueueFull, match="1 files wait already"):
+        await waiting.add_all([text_upload("5"), text_upload("67890x")])
+    assert len(pipeline.catalogue.documents()) == len(waiting._waiting) == 1
+    assert [one.duplicate for one in await waiting.add_all([text_upload("5"), text_upload("67890")])] == [False, False]
+    assert len(pipeline.catalogue.documents()) == len(waiting._waiting) == 3
+
+
+async def test_a_request_that_cannot_be_entered_leaves_nothing(
+    waiting: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = jobs_module._entry
+    monkeypatch.setattr(jobs_module, "_entry", lambda upload: replace(entry(upload), id="d_same"))
+    with pytest.raises(StorageFailed):
+        await waiting.add_all([text_upload("one"), text_upload("two")])
+    assert pipeline.catalogue.documents() == []
+    assert not waiting._waiting
+
+
+@pytest.mark.parametrize(
+    ("on_duplicate", "new"),
+    [("skip", [True, False, True, False]), ("replace", [True, False, True, True]), ("version", [True] * 4)],
+)
+async def test_duplicates_within_a_request(waiting: Jobs, on_duplicate: OnDuplicate, new: list[bool]) -> None:
+    uploads = [
+        text_upload(text, name=name, on_duplicate=on_duplicate)
+        for text, name in (("one", "a.txt"), ("one", "a.txt"), ("two", "a.txt"), ("one", "a.txt"))
+    ]
+    accepted = await waiting.add_all(uploads)
+    assert [not one.duplicate for one in accepted] == new
+    assert len({one.id for one in accepted}) == new.count(True)
+    elsewhere = await add(waiting, text_upload("one", collection="other", on_duplicate=on_duplicate))
+    assert not elsewhere.duplicate
+
+
+async def test_start_leaves_uploads_alone_that_are_being_entered(
+    waiting: Jobs, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the catalogue and the queue an entry looks like one that an earlier run left open."""
+    catalogue, entered, opened = pipeline.catalogue, threading.Event(), threading.Event()
+    original = catalogue.add
+
+    def slow(*documents: Document) -> None:
+        original(*documents)
+        entered.set()
+        assert opened.wait(LIMIT_S)
+
+    monkeypatch.setattr(catalogue, "add", slow)
+    adding = asyncio.create_task(add(waiting, text_upload("The pump runs.")))
+    await asyncio.to_thread(entered.wait, LIMIT_S)
+    starting = asyncio.create_task(waiting.start())
+    await asyncio.sleep(0.1)
+    opened.set()
+    await starting
+    assert (await ended(waiting, (await adding).id)).status == "ready"
+    await waiting.stop()

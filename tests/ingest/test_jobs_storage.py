@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from ingest.jobs import Jobs, Upload
 from ingest.pipeline import Pipeline
@@ -22,7 +23,7 @@ def upload(text: str) -> Upload:
 
 
 async def ingested(jobs: Jobs, file: Upload) -> Document:
-    id = (await jobs.add(file)).id
+    id = (await jobs.add_all([file]))[0].id
     async with asyncio.timeout(LIMIT_S):
         *_, last = [document async for document in jobs.watch(id)]
     return last
@@ -61,3 +62,22 @@ async def test_the_first_cause_is_kept(pipeline: Pipeline, monkeypatch: pytest.M
     assert (await ingested(jobs, upload("The pump runs."))).status == "ready"
     await jobs.stop()
     assert ends == ["failed", "ready"]
+
+
+async def test_what_cannot_be_recorded_is_logged_without_its_text(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret words of the document")
+
+    monkeypatch.setattr(pipeline.catalogue, "set_status", fail)
+    jobs = Jobs(pipeline)
+    with capture_logs() as logs:
+        await jobs.start()
+        await jobs.add_all([upload("The pump runs.")])
+        async with asyncio.timeout(LIMIT_S):
+            while not [entry for entry in logs if entry["event"] == "ingest_not_recorded"]:
+                await asyncio.sleep(0.01)
+    await jobs.stop()
+    assert "RuntimeError" in str(logs)
+    assert "secret" not in str(logs)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from io import BytesIO
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pypdf import PdfWriter
 from pypdf.constants import PageLabelStyle
 
+from ingest import redact as redact_module
 from ingest.errors import DamagedFile, IngestError
 from ingest.extract import MediaType, extract
 from ingest.pipeline import Outcome, Pipeline, ingest_document
+from ingest.redact import load_key, placeholder
 from retrieval.catalogue import Document, Status
 from retrieval.errors import UnknownDocument
 from tests.documents import as_pdf, as_text, report, truncated_pdf
@@ -48,10 +51,10 @@ async def test_stages_are_reported_in_order(pipeline: Pipeline) -> None:
         done = [step[1] for step in group]
         assert done == sorted(done), stage
         assert done[0] == 0, stage
+    characters = 6 * len("The pump number 0 runs.") + 5
     assert [step[1:] for step in steps if step[0] == "redacting"] == [
-        (0, 6, "pages"),
-        (4, 6, "pages"),
-        (6, 6, "pages"),
+        (0, characters, "characters"),
+        (characters, characters, "characters"),
     ]
     assert [step[1:] for step in steps if step[0] == "embedding"] == [(0, 6, "chunks"), (6, 6, "chunks")]
 
@@ -117,9 +120,72 @@ def test_a_page_label_keeps_nothing_but_a_page_number() -> None:
     assert [page.label for page in pages] == ["1", "iv"]
 
 
-def test_a_page_ends_between_values_of_a_list() -> None:
+async def test_redaction_reports_every_piece(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redact_module, "_PIECE", 500)
+    enter(pipeline)
+    text = "The pump runs. " * 100
+    _, steps = await ingest(pipeline, text.encode(), "text/plain")
+    done = [step[1] for step in steps if step[0] == "redacting"]
+    assert done[0] == 0
+    assert done[-1] == len(text)
+    assert all(0 < after - before <= 500 for before, after in pairwise(done))
+
+
+NAME = "Robert Callahan"
+
+
+@pytest.mark.parametrize("separator", [" ", "\n", "\f"], ids=["blank", "line break", "form feed"])
+async def test_a_value_is_found_wherever_a_page_or_a_piece_ends(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    """Names stand on all places, so some of them lie where the text is cut for whatever reason."""
+    monkeypatch.setattr(redact_module, "_PIECE", 1000)
+    enter(pipeline)
+    sentence = f"Please contact {NAME.replace(' ', separator)} at the service desk. "
+    await ingest(pipeline, (sentence * 200).encode(), "text/plain")
+    pages = pipeline.catalogue.pages("d")
+    assert len(pages) > 3
+    text = "".join(page.text for page in pages)
+    assert "Robert" not in text
+    assert "Callahan" not in text
+    assert pipeline.catalogue.get("d").entities == {"PERSON": 200}
+    assert text.count(placeholder(load_key(pipeline.config.key_file), "PERSON", NAME)) == 200
+
+
+async def test_a_name_that_two_pages_of_a_pdf_share(pipeline: Pipeline) -> None:
+    enter(pipeline)
+    await ingest(pipeline, as_pdf(["Please contact Robert", "Callahan at the service desk."]))
+    first, second = (page.text for page in pipeline.catalogue.pages("d"))
+    assert first == f"Please contact {placeholder(load_key(pipeline.config.key_file), 'PERSON', NAME)}"
+    assert second.strip() == "at the service desk."
+
+
+async def test_no_value_of_a_long_list_is_cut(pipeline: Pipeline) -> None:
     """Half an address on each page would pass the redaction unseen."""
+    enter(pipeline)
     values = [f"someone{n}@example.com" for n in range(400)]
-    pages = extract("x.txt", "text/plain", ";".join(values).encode()).pages
+    await ingest(pipeline, ";".join(values).encode(), "text/plain")
+    pages = pipeline.catalogue.pages("d")
     assert len(pages) > 1
-    assert [value for page in pages for value in page.text.split(";") if value] == values
+    assert pipeline.catalogue.get("d").entities == {"EMAIL_ADDRESS": 400}
+    assert not [page.number for page in pages if "someone" in page.text or "example" in page.text]
+
+
+async def test_limits_grow_with_the_work(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, list[float]] = {}
+    run = pipeline.workers.run
+
+    async def spy(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
+        limits.setdefault(function.__name__, []).append(limit_s)
+        return await run(limit_s, function, *args)
+
+    monkeypatch.setattr(pipeline.workers, "run", spy)
+    for id, repeats in (("d", 1), ("e", 400)):
+        enter(pipeline, id)
+        data = b"The pump runs in November. " * repeats
+        await ingest_document(id, "a.txt", "text/plain", data, pipeline=pipeline, report=lambda *_: None)
+    for function in ("extract", "chunk_in_worker"):
+        small, large = limits[function]
+        assert 120 <= small < large, function
+    # A piece is of bounded size, and so is its time.
+    assert set(limits["find_in_worker"]) == {120.0}

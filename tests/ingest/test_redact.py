@@ -17,11 +17,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ingest import redact as redact_module
-from ingest.redact import ENTITIES, Analyzer, Redactor, Span, load_key, placeholder, presidio, resolve
+from ingest.errors import IngestError
+from ingest.redact import (
+    ENTITIES,
+    PACKAGED_NER,
+    PLACEHOLDER,
+    Analyzer,
+    Redactor,
+    Span,
+    join_pages,
+    load_key,
+    pieces,
+    placeholder,
+    presidio,
+    replace_spans,
+    resolve,
+)
 from tests.documents import PLANTED, report
 
 KEY = b"k" * 32
-PLACEHOLDER = re.compile(r"<[A-Z_]+_[0-9a-f]{6}>")
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +133,79 @@ def test_pieces_cover_the_text(length: int, gap: int, overlap: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redact_module, "_PIECE", 200)
         patch.setattr(redact_module, "_OVERLAP", overlap)
-        pieces = list(redact_module._pieces(text))
-    assert pieces[0][0] == 0
-    assert pieces[-1][1] == length
-    assert all(end - start <= 200 for start, end in pieces)
-    assert all(before[1] - after[0] >= overlap for before, after in pairwise(pieces))
+        found = list(pieces(text))
+    assert found[0][0] == 0
+    assert found[-1][1] == length
+    assert all(end - start <= 200 for start, end in found)
+    assert all(before[1] - after[0] >= overlap for before, after in pairwise(found))
+
+
+# --- pages ---
+
+
+@pytest.mark.parametrize(
+    ("pages", "clean"),
+    [
+        pytest.param(
+            ("Please contact Robert", "Callahan at the desk."),
+            ("Please contact {0}", " at the desk."),
+            id="over a break",
+        ),
+        pytest.param(
+            ("Please contact Robert ", "", "\nCallahan at the desk."),
+            ("Please contact {0}", "", " at the desk."),
+            id="over an empty page",
+        ),
+        pytest.param(
+            ("Please contact Robert Callahan", "at the desk."),
+            ("Please contact {0}", "at the desk."),
+            id="at the end of a page",
+        ),
+        pytest.param(
+            ("The desk.", "Robert Callahan was there."), ("The desk.", "{0} was there."), id="at the start of a page"
+        ),
+    ],
+)
+def test_a_name_and_its_pages(analyzer: Analyzer, pages: tuple[str, ...], clean: tuple[str, ...]) -> None:
+    texts, entities = replace_spans(pages, analyzer.find(join_pages(pages)), KEY)
+    name = placeholder(KEY, "PERSON", "Robert Callahan")
+    assert texts == [page.format(name) for page in clean]
+    assert entities == {"PERSON": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        pytest.param("Call +49 221", "1234567 today.", "PHONE_NUMBER", id="phone"),
+        pytest.param("His card is 4111 1111", "1111 1111 now.", "CREDIT_CARD", id="card"),
+    ],
+)
+def test_numbers_over_a_break(analyzer: Analyzer, before: str, after: str, kind: str) -> None:
+    texts, entities = replace_spans([before, after], analyzer.find(join_pages([before, after])), KEY)
+    assert entities == {kind: 1}
+    assert not re.search(r"\b1{4}\b|\d{7}|\b221\b", " ".join(PLACEHOLDER.sub("", text) for text in texts))
+
+
+@given(st.lists(st.text(st.sampled_from("ab"), max_size=9), min_size=1, max_size=6), st.data())
+def test_replacing_takes_the_spans_and_nothing_else(pages: list[str], data: st.DataObject) -> None:
+    """The oracle goes character by character."""
+    whole = join_pages(pages)
+    places = st.integers(0, max(0, len(whole) - 1))
+    ends = st.lists(st.tuples(places, st.integers(1, 12))) if whole else st.just([])
+    spans = [Span(a, min(a + n, len(whole)), "PERSON", 1.0) for a, n in data.draw(ends)]
+    expected = [""] * len(pages)
+    page, left = 0, len(pages[0])
+    starts = {span.start: span for span in resolve(spans)}
+    covered = {place for span in spans for place in range(span.start, span.end)}
+    for place, character in enumerate(whole):
+        if place in starts:
+            expected[page] += placeholder(KEY, "PERSON", whole[place : starts[place].end])
+        if left == 0:
+            page, left = page + 1, len(pages[page + 1])
+            continue
+        left -= 1
+        expected[page] += "" if place in covered else character
+    assert replace_spans(pages, spans, KEY)[0] == expected
 
 
 # --- placeholders ---
@@ -243,3 +325,21 @@ def test_nobody_reads_half_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_suffix_list_is_never_fetched(analyzer: Analyzer) -> None:
     assert tldextract.tldextract.TLD_EXTRACTOR.suffix_list_urls == ()
     assert presidio() is analyzer
+
+
+# --- other models ---
+
+
+@pytest.mark.parametrize("model", ["no_such_model", "/no/such/folder"])
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model: str) -> None:
+    with pytest.raises(
+        IngestError, match=f"{model!r} cannot be loaded .*FOREWORD_NER_MODEL.*{PACKAGED_NER!r}"
+    ) as caught:
+        presidio(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_packaged_model_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redact_module, "PACKAGED_NER", "no_such_package_anywhere")
+    with pytest.raises(IngestError, match="FOREWORD_NER_MODEL"):
+        presidio("no_such_package_anywhere")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
+from ingest import workers as workers_module
 from ingest.errors import WorkerCrashed
 from ingest.workers import Workers
 
@@ -83,6 +84,59 @@ async def test_a_cancelled_call_does_not_hold_up_the_next(own: Workers) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await own.run(10, operator.add, 1, 2) == 3
+
+
+async def test_cancelling_a_call_that_waits_leaves_the_running_one_alone(own: Workers) -> None:
+    process = await process_of(own)
+    running = asyncio.create_task(own.run(LONG_S, time.sleep, 0.5))
+    waiting = asyncio.create_task(own.run(LONG_S, time.sleep, LONG_S))
+    await asyncio.sleep(0.1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await running
+    assert (await process_of(own)).pid == process.pid
+
+
+async def test_the_clock_does_not_run_while_a_call_waits(own: Workers) -> None:
+    await process_of(own)
+    first = asyncio.create_task(own.run(LONG_S, time.sleep, 1.0))
+    await asyncio.sleep(0)
+    assert await own.run(0.8, operator.add, 1, 2) == 3
+    assert first.done()
+
+
+@pytest.mark.parametrize("end", ["crash", "hang", "cancel"])
+async def test_the_end_of_one_call_is_not_that_of_those_waiting(own: Workers, end: str) -> None:
+    await process_of(own)
+    first = asyncio.create_task(own.run(LONG_S, os._exit, 7) if end == "crash" else own.run(0.5, time.sleep, LONG_S))
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(own.run(LONG_S, operator.add, n, 1)) for n in range(3)]
+    await asyncio.sleep(0)
+    if end == "cancel":
+        first.cancel()
+    with pytest.raises(asyncio.CancelledError if end == "cancel" else WorkerCrashed):
+        await first
+    assert await asyncio.gather(*waiting) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_a_process_that_died_idle_costs_the_next_call_nothing(own: Workers, noticed: bool) -> None:
+    process = await process_of(own)
+    process.kill()
+    if noticed:
+        await asyncio.sleep(0.5)
+    assert (await process_of(own)).pid != process.pid
+
+
+async def test_a_process_that_cannot_be_started_is_not_the_files_fault(
+    own: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "_end_with_parent", os._exit)
+    with pytest.raises(WorkerCrashed, match="cannot be started"):
+        await own.run(LONG_S, operator.add, 1, 2)
+    monkeypatch.undo()
+    assert await own.run(LONG_S, operator.add, 1, 2) == 3
 
 
 async def test_idle_process_ends_and_a_later_call_starts_another() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from retrieval import catalogue as catalogue_module
 from retrieval.catalogue import FINAL, READABLE, STATUSES, Catalogue, Document, Status, StoredPage
 from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
 from retrieval.passage import Chunk
@@ -100,6 +101,26 @@ def test_find_same_takes_the_oldest(catalogue: Catalogue) -> None:
     assert found.id == "old"
 
 
+@pytest.mark.parametrize("status", STATUSES)
+def test_find_newest(catalogue: Catalogue, status: Status) -> None:
+    catalogue.add(document("old", created_at=NOON - timedelta(days=1)))
+    catalogue.add(document("new", status=status))
+    catalogue.add(document("other", name="b.txt", created_at=NOON + timedelta(days=1)))
+    catalogue.add(document("elsewhere", collection="other", created_at=NOON + timedelta(days=1)))
+    found = catalogue.find_newest("default", "a.txt")
+    assert found is not None
+    assert found.id == ("old" if status in ("failed", "cancelled") else "new")
+    assert catalogue.find_newest("default", "none.txt") is None
+
+
+def test_several_are_entered_all_or_none(catalogue: Catalogue) -> None:
+    catalogue.add(document("a"), document("b"))
+    with pytest.raises(StorageFailed):
+        catalogue.add(document("c"), document("a"))
+    assert {d.id for d in catalogue.documents()} == {"a", "b"}
+    catalogue.add()
+
+
 def test_status_and_reason(catalogue: Catalogue) -> None:
     catalogue.add(document())
     catalogue.set_status("d", "failed", "it is broken")
@@ -135,6 +156,14 @@ def test_chunks_in_the_order_asked_for(catalogue: Catalogue) -> None:
     # Those that are gone are left out: a search may be older than a deletion.
     assert catalogue.chunks([("a", 9), ("none", 0), ("a", 2)]) == [first[2]]
     assert catalogue.chunks([]) == []
+
+
+def test_more_chunks_than_a_statement_takes_values(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = add_stored(catalogue)
+    # SQLite is built with other limits here and there, so the batches are watched instead.
+    monkeypatch.setattr(catalogue_module, "_VALUES_AT_ONCE", 2)
+    assert [len(numbers) for _, numbers in catalogue_module._batches({"d": range(5), "e": [1]})] == [2, 2, 1, 1]
+    assert catalogue.chunks([("d", number) for number in (2, 0, 7, 1)]) == [chunks[2], chunks[0], chunks[1]]
 
 
 def test_delete_takes_pages_and_chunks_along(catalogue: Catalogue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,13 +86,32 @@ def test_threads_load_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model", "fingerprint"),
     [
         pytest.param("packaged", "all-MiniLM-L6-v2", id="packaged"),
-        pytest.param("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2", id="the same from the hub"),
-        pytest.param("BAAI/bge-small-en-v1.5", "bge-small-en-v1.5", id="another from the hub"),
-        pytest.param("/models/my-model/", "my-model", id="folder"),
+        pytest.param("BAAI/bge-small-en-v1.5", "BAAI/bge-small-en-v1.5", id="from the hub"),
+        pytest.param("nobody/bge-small-en-v1.5", "nobody/bge-small-en-v1.5", id="of another owner"),
+        pytest.param("models/my-model/", "{folder}/models/my-model", id="folder"),
+        pytest.param("{folder}/models/../models/my-model", "{folder}/models/my-model", id="the same, told otherwise"),
     ],
 )
-def test_fingerprint_needs_no_loading(model: str, fingerprint: str) -> None:
-    assert Embedder(model).fingerprint == fingerprint
+def test_fingerprint_needs_no_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, fingerprint: str
+) -> None:
+    (tmp_path / "models" / "my-model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path.resolve()
+    assert Embedder(model.format(folder=folder)).fingerprint == fingerprint.format(folder=folder)
+
+
+@pytest.mark.parametrize("model", ["nobody/no-such-model", "/no/such/folder", "{folder}", "no such name"])
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, model: str) -> None:
+    model = model.format(folder=tmp_path)
+    with pytest.raises(RetrievalError, match=f"{model!r} cannot be loaded .*FOREWORD_EMBEDDING_MODEL") as caught:
+        _ = Embedder(model).window
+    assert "\n" not in str(caught.value)
+
+
+def test_another_model_does_not_need_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embed_module, "_PACKAGE", "no_such_package_anywhere")
+    assert Embedder("somebody/some-model").fingerprint == "somebody/some-model"
 
 
 def test_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def test_unusable_url(tmp_path: Path, url: str, cause: str) -> None:
         pytest.param(lambda c: c.get("d"), id="get"),
         pytest.param(lambda c: c.documents(), id="documents"),
         pytest.param(lambda c: c.find_same("default", "digest"), id="find_same"),
+        pytest.param(lambda c: c.find_newest("default", "a.txt"), id="find_newest"),
         pytest.param(lambda c: c.set_status("d", "ready"), id="set_status"),
         pytest.param(lambda c: c.store("d", [], [], {}), id="store"),
         pytest.param(lambda c: c.pages("d"), id="pages"),

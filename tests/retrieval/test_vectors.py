@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import chromadb
 import numpy as np
 import pytest
+from chromadb.config import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from langchain_chroma import Chroma
 
 from retrieval.embed import Embedder
 from retrieval.errors import ReindexNeeded, StorageFailed
@@ -148,14 +151,87 @@ def test_everything_is_there_after_reopening(tmp_path: Path, embedder: Embedder)
 
 
 def test_vectors_of_another_model_are_refused(tmp_path: Path, embedder: Embedder) -> None:
-    """The models are only named here, so nothing is loaded."""
+    """The other models are only named here, so nothing of them is loaded."""
     folder = tmp_path / "vectors"
-    Vectors(folder, embedder).close()
-    with pytest.raises(ReindexNeeded, match=r"'all-MiniLM-L6-v2'.*'bge-small'.*FOREWORD_DATA_DIR"):
-        Vectors(folder, Embedder("somebody/bge-small"))
+    first = Vectors(folder, embedder)
+    first.add(chunks_of("ships"))
+    first.close()
+    for other in ("somebody/bge-small", "somebody/all-MiniLM-L6-v2"):
+        with pytest.raises(ReindexNeeded, match=f"'all-MiniLM-L6-v2'.*'{other}'.*FOREWORD_DATA_DIR"):
+            Vectors(folder, Embedder(other))
     # The refusal changed nothing.
-    Vectors(folder, embedder).close()
-    Vectors(folder, Embedder("sentence-transformers/all-MiniLM-L6-v2")).close()
+    second = Vectors(folder, embedder)
+    assert second.count() == 3
+    second.close()
+
+
+def test_a_model_without_vectors_binds_nothing(tmp_path: Path, embedder: Embedder) -> None:
+    """A wrong setting is put right without another data folder."""
+    folder = tmp_path / "vectors"
+    Vectors(folder, Embedder("nobody/no-such-model")).close()
+    mended = Vectors(folder, embedder)
+    mended.add(chunks_of("ships"))
+    assert keys(mended.search(embedder.embed_query(TEXTS["ships"][0]), ["ships"], 1)) == [("ships", 0)]
+    mended.close()
+    with pytest.raises(ReindexNeeded):
+        Vectors(folder, Embedder("nobody/no-such-model"))
+
+
+def filled_by_version_0_1_0(folder: Path, embedder: Embedder, model: str) -> None:
+    """As it stored chunks: with their text, and with the last part of the model's name."""
+    store = Chroma(
+        collection_name="chunks",
+        client=chromadb.PersistentClient(
+            str(folder), Settings(anonymized_telemetry=False, is_persistent=True, persist_directory=str(folder))
+        ),
+        embedding_function=embedder,
+        collection_metadata={"hnsw:space": "cosine", "embedding_model": model},
+    )
+    store.add_texts(
+        texts=list(TEXTS["ships"]),
+        metadatas=[{"document": "ships", "number": number} for number in range(3)],
+        ids=[f"ships:{number}" for number in range(3)],
+    )
+    store._client.close()
+
+
+def test_a_folder_of_version_0_1_0_is_used_on(tmp_path: Path, embedder: Embedder) -> None:
+    filled_by_version_0_1_0(tmp_path, embedder, "all-MiniLM-L6-v2")
+    vectors = Vectors(tmp_path, embedder)
+    vectors.add(chunks_of("bread"))
+    hits = vectors.search(embedder.embed_query(TEXTS["ships"][1]), ["ships", "bread"], 10)
+    assert keys(hits)[0] == ("ships", 1)
+    assert len(hits) == 5
+    vectors.delete("ships")
+    assert (vectors.count(), vectors.count("bread")) == (2, 2)
+    vectors.close()
+
+
+def test_a_folder_of_version_0_1_0_knows_a_model_by_its_last_name(tmp_path: Path, embedder: Embedder) -> None:
+    filled_by_version_0_1_0(tmp_path, embedder, "bge-small")
+    Vectors(tmp_path, Embedder("somebody/bge-small")).close()
+    for other in (embedder, Embedder("somebody/bge-large")):
+        with pytest.raises(ReindexNeeded, match="'bge-small'"):
+            Vectors(tmp_path, other)
+
+
+def test_no_text_is_kept(tmp_path: Path, embedder: Embedder) -> None:
+    """Chroma does not overwrite what is deleted, and the text is read from the catalogue anyway."""
+    vectors = Vectors(tmp_path, embedder)
+    vectors.add(chunks_of("ships"))
+    stored = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert b"ships" in stored
+    assert b"ferry" not in stored
+    vectors.close()
+
+
+def test_more_documents_than_a_statement_takes_values(filled: Vectors, embedder: Embedder) -> None:
+    """The real limit of the real Chroma: 40,000 documents, and the three that there are stand in different batches."""
+    others = [f"d_{number:016x}" for number in range(40_000)]
+    scope = ["ships", *others[:15_000], "bread", *others[15_000:], "fox"]
+    question = embedder.embed_query("What colour is the ship?")
+    for limit in (1, 4, 100):
+        assert filled.search(question, scope, limit) == filled.search(question, list(TEXTS), limit)
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "garbage"])

@@ -53,6 +53,22 @@ def _without(*names: str, **changed: str) -> dict[str, str]:
         pytest.param(
             WHOLE | {"model.safetensors.index.json": "{broken"}, "index.json' is not valid JSON", id="broken index"
         ),
+        *(
+            pytest.param(
+                WHOLE | {"model.safetensors.index.json": index}, "does not tell the weight files", id=f"index {index}"
+            )
+            for index in (
+                '{"metadata": {}}',
+                '{"weight_map": null}',
+                '{"weight_map": {}}',
+                '{"weight_map": ["a.safetensors"]}',
+                '{"weight_map": {"layer": 1}}',
+                '{"weight_map": {"layer": null, "other": "a.safetensors"}}',
+            )
+        ),
+        pytest.param(
+            WHOLE | {"model.safetensors.index.json": "[]"}, "does not hold what a model needs", id="index is a list"
+        ),
         pytest.param(
             {"config.json": WHOLE["config.json"]},
             "tokenizer.json, model.safetensors missing",
@@ -65,6 +81,16 @@ def test_an_unusable_folder_is_refused_with_the_reason(tmp_path: Path, files: di
     with pytest.raises(ModelUnusable, match=message) as caught:
         resolve_model(str(folder), tmp_path)
     assert str(folder) in str(caught.value)
+
+
+def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    folder = _fill(tmp_path / "model", WHOLE)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ModelUnusable, match=r"config.json' cannot be read \(Permission denied\)"):
+        resolve_model(str(folder), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +248,45 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
             id="the stated window is scaled already",
         ),
         pytest.param({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "default"}}, 4096, id="no factor"),
+        pytest.param({"max_position_embeddings": 4096, "rope_parameters": {"factor": 2.0}}, 8192, id="newer name"),
+        pytest.param(
+            {
+                "max_position_embeddings": 4096,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default"},
+                },
+            },
+            32_768,
+            id="per type of layer",
+        ),
+        pytest.param({"text_config": {"max_position_embeddings": 8192}}, 8192, id="text_config"),
+        pytest.param(
+            {
+                "max_position_embeddings": 77,
+                "text_config": {"max_position_embeddings": 4096, "rope_parameters": {"factor": 4.0}},
+            },
+            16_384,
+            id="the text's own window",
+        ),
+        pytest.param({"text_config": {}, "max_position_embeddings": 77}, None, id="not said of the text"),
+        pytest.param(
+            {
+                "text_config": {
+                    "model_type": "gemma3_text",
+                    "max_position_embeddings": 131_072,
+                    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                }
+            },
+            131_072,
+            id="Gemma 3 states it scaled",
+        ),
+        pytest.param(
+            {"max_position_embeddings": 4096, "rope_parameters": {"factor": "2"}, "rope_scaling": {"factor": None}},
+            4096,
+            id="no number",
+        ),
+        pytest.param({"max_position_embeddings": "4096", "rope_scaling": ["yarn"]}, None, id="wrong types"),
     ],
 )
 def test_the_window_of_a_model(config: dict[str, Any], window: int | None) -> None:

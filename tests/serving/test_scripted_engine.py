@@ -72,7 +72,11 @@ async def test_enqueued_answers_come_first() -> None:
 
 async def test_length_of_the_answer_is_kept() -> None:
     engine = await started()
-    assert len(await collect(engine.generate(request(max_tokens=2)))) == 2
+    # The script has three pieces, each of which counts as a token.
+    for max_tokens, reason in ((2, "length"), (3, "stop"), (4, "stop")):
+        deltas = await collect(engine.generate(request(max_tokens=max_tokens)))
+        assert len(deltas) == min(max_tokens, 3)
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [reason]
 
 
 async def test_delays() -> None:

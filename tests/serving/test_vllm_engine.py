@@ -110,18 +110,25 @@ def reading_engine(*prompts: tuple[str, int, int]) -> VllmEngine:
 )
 async def test_steps_are_credited_in_order(step: int, done: list[int]) -> None:
     engine = reading_engine(("a", 100, 10), ("b", 50, 0), ("c", 30, 0))
-    engine._advance(step)
+    engine._advance(step, 0.5)
     seen = [await engine.progress(id) for id in "abc"]
     assert [progress.done for progress in seen if progress] == done
     assert [progress.total for progress in seen if progress] == [100, 50, 30]
     assert await engine.progress("none") is None
 
 
+def test_the_longest_step_is_that_of_the_prompts_it_read() -> None:
+    engine = reading_engine(("a", 100, 10), ("b", 50, 0))
+    for tokens, seconds in ((60, 0.4), (30, 0.7), (20, 0.2), (0, 9.0)):
+        engine._advance(tokens, seconds)
+    assert [reading.longest_step for reading in engine._reading.values()] == [0.7, 0.2]
+
+
 @given(st.lists(st.integers(0, 60), max_size=20))
 def test_no_token_is_credited_twice(steps: list[int]) -> None:
     engine = reading_engine(("a", 100, 10), ("b", 50, 0), ("c", 30, 0))
     for step in steps:
-        engine._advance(step)
+        engine._advance(step, 0.5)
     readings = engine._reading.values()
     assert all(reading.done <= reading.total for reading in readings)
     assert sum(reading.done for reading in readings) == min(180, 10 + sum(steps))
@@ -150,6 +157,16 @@ def test_processes_are_ended_and_dead_ones_do_not_matter() -> None:
     child.wait(timeout=10)
     vllm_engine._end([process])
     vllm_engine._end([])
+
+
+def test_a_child_that_ends_while_it_is_looked_at_is_none_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(child.pid)
+    child.wait(timeout=10)
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [process, psutil.Process()])
+    assert vllm_engine._engine_processes() == []
+    monkeypatch.setattr(vllm_engine, "_title", lambda found: "" if found == process else "VLLM::EngineCore")
+    assert vllm_engine._engine_processes() == [psutil.Process()]
 
 
 @pytest.mark.parametrize("logprobs", [None, []])
