@@ -5,11 +5,35 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from app import log
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+T = TypeVar("T")
+
+_out = Console(soft_wrap=True)
+_err = Console(stderr=True)
+
+Arms = Annotated[
+    str,
+    typer.Option(
+        help="Arms, the control first: exact, again, warm, sparse, half; with settings as in exact+chunk=256."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Decides every prompt.")]
+Out = Annotated[Path | None, typer.Option(help="File for the results (JSON lines); it must not exist yet.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
 
@@ -18,6 +42,102 @@ cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
 def main() -> None:
     """Measure the service."""
     log.configure(logging.WARNING)
+
+
+@cli.command()
+def speed(
+    arms: Arms = "exact,again",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048,4096",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 5,
+    sweep: Annotated[
+        str | None, typer.Option(help="Engines instead of arms, such as 'chunk=256,512 kv=auto,fp8 quant=none,fp8'.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Random weights of a shape, 8b or tiny.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time to first token of arms, paired on the same prompts."""
+    from eval.arms import parse_arms, sweep_arms
+    from eval.identity import identity
+    from eval.results import default_path, results_file
+    from eval.shapes import with_shape
+    from eval.speed import run_speed
+    from eval.tables import speed_table
+
+    settings = _settings()
+    path = out or default_path("speed")
+    with _usage():
+        chosen = sweep_arms(sweep.split()) if sweep else parse_arms(arms)
+        sizes = _numbers(lengths)
+        config = with_shape(settings.engine_config, shape) if shape else settings.engine_config
+        file = results_file(path)
+    with file as results, _progress(len(chosen) * len(sizes) * repeats, "prompts") as step:
+        results.add("identity", {**identity(seed=seed, model=config.model), "arms": [asdict(arm) for arm in chosen]})
+        run = run_speed(chosen, sizes, repeats, config, seed=seed, results=results, say=_say, step=step)
+        measured = _run(run)
+        results.add("summary", asdict(measured))
+    if as_json:
+        print(json.dumps(asdict(measured), indent=2))
+    else:
+        _out.print(speed_table(measured), markup=False, highlight=False)
+        _tell(measured.limits)
+        _tell_hits(measured.unwanted_hits)
+    _say(f"every request is in {path}")
+    if measured.unwanted_hits:
+        raise typer.Exit(1)
+
+
+@cli.command()
+def quality(
+    suite: Annotated[str, typer.Option(help="quick, full, or a TOML file.")] = "quick",
+    arms: Arms = "exact,again",
+    tasks: Annotated[str | None, typer.Option(help="Only these tasks of the suite.")] = None,
+    languages: Annotated[str | None, typer.Option(help="Only these languages of the suite.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="These lengths instead of the suite's.")] = None,
+    contexts: Annotated[int | None, typer.Option(min=1, help="Contexts of each task and length.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answers of arms, paired on the same questions, with a verdict. Exit code 0 only when no arm is worse."""
+    from eval.arms import parse_arms
+    from eval.identity import identity
+    from eval.quality import load_suite, run_quality, summary
+    from eval.results import default_path, results_file
+    from eval.tables import quality_tables
+
+    settings = _settings()
+    path = out or default_path("quality")
+    with _usage():
+        chosen = parse_arms(arms)
+        asked = load_suite(suite)
+        asked = asked.narrowed(
+            tasks=tuple(tasks.split(",")) if tasks else None,
+            languages=tuple(languages.split(",")) if languages else None,
+            lengths=_numbers(lengths) if lengths else None,
+            number=contexts,
+        )
+        asked, skipped = asked.for_model(settings.model)
+        file = results_file(path)
+    total = sum(1 for _ in asked.contexts) * len(chosen)
+    config = settings.engine_config
+    with file as results, _progress(total, "contexts") as step:
+        about = {"arms": [asdict(arm) for arm in chosen], "suite": asdict(asked)}
+        results.add("identity", {**identity(seed=seed, model=config.model), **about})
+        run = run_quality(chosen, asked, config, seed=seed, results=results, say=_say, step=step)
+        report = replace(_run(run), skipped=skipped)
+        results.add("summary", summary(report))
+    if as_json:
+        print(json.dumps(summary(report), indent=2))
+    else:
+        _out.print(quality_tables(report), markup=False, highlight=False)
+        _tell(report.skipped)
+        _tell(report.failures)
+        _tell_hits(report.unwanted_hits)
+    _say(f"every answer is in {path}")
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @cli.command()
@@ -51,3 +171,81 @@ def memory(
 
     for name, mib in measure_memory(url):
         print(f"{mib:>8.0f} MiB  {name}")
+
+
+def _settings() -> Settings:
+    from app.settings import SettingsError, load_settings
+
+    try:
+        return load_settings()
+    except SettingsError as error:
+        _say(str(error))
+        raise typer.Exit(2) from error
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    """What is wrong with a command is one sentence and exit code 2."""
+    from eval.errors import BadArms
+
+    try:
+        yield
+    except BadArms as error:
+        _say(str(error))
+        raise typer.Exit(2) from error
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a measurement; a foreseeable failure is one sentence and exit code 1, bad usage exit code 2."""
+    from eval.errors import EvalError
+    from serving.errors import ServingError
+
+    try:
+        with _usage():
+            return asyncio.run(work)
+    except (EvalError, ServingError) as error:
+        _say(str(error))
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def _progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, a line for each tenth elsewhere."""
+    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    done = 0
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
+        task = bar.add_task(unit, total=total)
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done)
+            if not _err.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+                _say(f"{done} of {total} {unit}")
+
+        yield step
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from eval.errors import BadArms
+
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) for part in parts):
+        raise BadArms(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
+    return tuple(int(part) for part in parts)
+
+
+def _tell(lines: tuple[str, ...]) -> None:
+    for line in lines:
+        _say(line)
+
+
+def _tell_hits(hits: int | None) -> None:
+    if hits is None:
+        _say("whether anything was cached is not proven: a server did not tell")
+    elif hits:
+        _say(f"{hits} requests found something in the cache that should have been empty: the run does not count")
+
+
+def _say(text: str) -> None:
+    _err.print(f"foreword eval: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,124 @@
+"""Arms: named ways to serve the same prompts. The first arm of a run is the control.
+
+An arm is written as a name and, after plus signs, what differs: `exact`, `warm+chunk=2048`, `exact+quant=fp8`,
+`exact+url=http://127.0.0.1:8100`. Arms that need the same engine share one, in one process, on the same weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from eval.errors import BadArms
+from serving.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What an engine is started with, over the service's settings; None leaves a setting as it is.
+
+    `url` names a server with the OpenAI API instead, which is not started but used.
+    """
+
+    chunk: int | None = None
+    kv: str | None = None
+    quant: str | None = None
+    dtype: str | None = None
+    model: str | None = None
+    url: str | None = None
+
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        """The service's engine settings with these in their place."""
+        arguments: dict[str, Any] = dict(config.engine_args)
+        for name, value in (("kv_cache_dtype", self.kv), ("quantization", self.quant), ("dtype", self.dtype)):
+            if value is not None:
+                arguments[name] = None if value == "none" else value
+        return replace(
+            config,
+            model=self.model or config.model,
+            token_budget=self.chunk or config.token_budget,
+            engine_args=arguments,
+        )
+
+    def __str__(self) -> str:
+        given = ((name, getattr(self, name)) for name in _KEYS)
+        return "+".join(f"{name}={value}" for name, value in given if value is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to serve prompts.
+
+    `warm`: the prompt without its question is read before the clock starts. `accelerated`: the service's own choice
+    of prefill, else exact. `keep` is the share of each document that the model is given; below 1 the arm is broken on
+    purpose, so that the measures can be seen to notice.
+    """
+
+    name: str
+    variant: Variant = field(default_factory=Variant)
+    warm: bool = False
+    accelerated: bool = False
+    keep: float = 1.0
+
+
+_KEYS = ("chunk", "kv", "quant", "dtype", "model", "url")
+_NAMED: Mapping[str, Arm] = {
+    "exact": Arm("exact"),
+    # The same as `exact` under another name: what differs between the two is the noise of the measurement.
+    "again": Arm("again"),
+    "warm": Arm("warm", warm=True),
+    "sparse": Arm("sparse", accelerated=True),
+    "half": Arm("half", keep=0.5),
+}
+
+
+def parse_arms(text: str) -> tuple[Arm, ...]:
+    """Arms from a list with commas.
+
+    Raises:
+        BadArms: an arm is unknown, is there twice, or has a setting that does not exist.
+    """
+    arms = tuple(_parse_arm(part.strip()) for part in text.split(","))
+    if doubles := {arm.name for arm in arms if sum(other.name == arm.name for other in arms) > 1}:
+        raise BadArms(f"the arm {min(doubles)!r} is there twice; write 'again' for a second exact one")
+    return arms
+
+
+def sweep_arms(sweep: Sequence[str]) -> tuple[Arm, ...]:
+    """An exact arm for each combination of values, such as `["chunk=256,512", "kv=auto,fp8"]`.
+
+    Raises:
+        BadArms: a setting does not exist.
+    """
+    axes = []
+    for axis in sweep:
+        name, _, values = axis.partition("=")
+        axes.append([f"{name}={value}" for value in values.split(",")])
+    return tuple(_parse_arm("+".join(["exact", *settings])) for settings in itertools.product(*axes))
+
+
+def by_engine(arms: Iterable[Arm]) -> list[tuple[Variant, list[Arm]]]:
+    """The arms grouped by the engine that they need, in the order of their first arm."""
+    groups: dict[Variant, list[Arm]] = {}
+    for arm in arms:
+        groups.setdefault(arm.variant, []).append(arm)
+    return list(groups.items())
+
+
+def _parse_arm(text: str) -> Arm:
+    name, *settings = text.split("+")
+    if name not in _NAMED:
+        raise BadArms(
+            f"there is no arm {name!r}; use one of {', '.join(_NAMED)}, with settings as in 'exact+chunk=256'"
+        )
+    given: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in _KEYS or not value:
+            raise BadArms(f"the arm {text!r} has the setting {setting!r}; use {', '.join(f'{k}=...' for k in _KEYS)}")
+        if key == "chunk" and not (value.isdigit() and int(value)):
+            raise BadArms(f"the arm {text!r} has chunk={value!r}; give the tokens of a step, such as chunk=512")
+        given[key] = int(value) if key == "chunk" else value
+    return replace(_NAMED[name], name=text, variant=Variant(**given))

@@ -1,0 +1,374 @@
+"""Answer quality, paired: every arm answers the same questions, and each is compared with the first arm.
+
+The questions of one context share its cache namespace, so that a context is read once an arm; contexts, arms and runs
+share nothing. Requests go one at a time, so that a run repeated on the same engine gives the same answers.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from eval.arms import Arm, by_engine
+from eval.errors import BadArms, NotMeasured
+from eval.measures import agreement, contains, exact, f1, first_token, rouge_l, supported_share
+from eval.results import Results
+from eval.serve import EngineServer, messages_of, opened
+from eval.served import Served, Server
+from eval.statistics import Difference, McNemar, Pair, Verdict, holm, mcnemar, non_inferiority, paired_difference
+from eval.tasks import TASKS
+from eval.tasks.task import Context, Question, build_context
+from eval.tasks.words import Language
+from serving.config import EngineConfig
+from serving.model import PACKAGED
+
+_SUITES = Path(__file__).parent / "suites"
+_LOGPROBS = 20
+_PACKAGED_LANGUAGES = ("en",)
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What is asked, and what decides; all of it fixed before a run. Margins are in points of 1."""
+
+    name: str
+    margin: float
+    bucket_margin: float
+    alpha: float
+    informative: float
+    tasks: tuple[str, ...]
+    languages: tuple[Language, ...]
+    lengths: tuple[int, ...]
+    number: int
+    questions: int
+
+    def narrowed(
+        self,
+        *,
+        tasks: Sequence[str] | None = None,
+        languages: Sequence[str] | None = None,
+        lengths: Sequence[int] | None = None,
+        number: int | None = None,
+    ) -> Suite:
+        """The suite with only these tasks and languages, or with other lengths or numbers; None leaves it as it is.
+
+        Raises:
+            BadArms: the suite has no such task or language.
+        """
+        for kind, wanted, there in (("task", tasks, self.tasks), ("language", languages, self.languages)):
+            if unknown := set(wanted or ()) - set(there):
+                raise BadArms(f"the suite {self.name!r} has no {kind} {min(unknown)!r}; it has {', '.join(there)}")
+        return replace(
+            self,
+            tasks=tuple(task for task in self.tasks if tasks is None or task in tasks),
+            languages=tuple(one for one in self.languages if languages is None or one in languages),
+            lengths=tuple(lengths or self.lengths),
+            number=number or self.number,
+        )
+
+    def for_model(self, model: str) -> tuple[Suite, tuple[str, ...]]:
+        """The suite without what the model is not made for, and a line for each language that is left out."""
+        if model != PACKAGED:
+            return self, ()
+        left_out = [language for language in self.languages if language not in _PACKAGED_LANGUAGES]
+        kept = tuple(language for language in self.languages if language in _PACKAGED_LANGUAGES)
+        if not kept:
+            raise BadArms("the packaged model reads English only; set FOREWORD_MODEL to one that reads the others")
+        return replace(self, languages=kept), tuple(
+            f"skipped {language}: the packaged model reads English only" for language in left_out
+        )
+
+    @property
+    def contexts(self) -> Iterator[tuple[str, Language, int, int]]:
+        """Task, language, length and number of each context; lengths come last, so that short ones are done first."""
+        for length in self.lengths:
+            for language in self.languages:
+                for task in self.tasks:
+                    for number in range(self.number):
+                        yield task, language, length, number
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One question through one arm, and its scores; `score` is the share of the gold strings that it contains."""
+
+    arm: str
+    context: str
+    bucket: str
+    question: int
+    gold: tuple[str, ...]
+    lead: str
+    served: Served
+    score: float
+    f1: float
+    rouge_l: float
+    exact: float
+    supported: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The control's own means in one task, language and length; `supported` over answers with a number or a name."""
+
+    bucket: str
+    n: int
+    score: float
+    exact: float
+    f1: float
+    rouge_l: float
+    supported: float | None
+    informative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One task, language and length of a comparison."""
+
+    name: str
+    control: float
+    treated: float
+    difference: Difference
+    mcnemar: McNemar
+    p: float
+    informative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One arm against the control. `verdict` pools the informative buckets; it is None when there is none."""
+
+    arm: str
+    control: str
+    verdict: Verdict | None
+    buckets: tuple[Bucket, ...]
+    same_answer: float
+    answer_f1: float
+    same_first_token: float | None
+    first_token_kl: float | None
+    largest_kl: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole run. `unwanted_hits` are first questions on a context that found something cached; None: not told."""
+
+    scores: tuple[Score, ...]
+    comparisons: tuple[Comparison, ...]
+    answers: tuple[Answer, ...]
+    failures: tuple[str, ...]
+    unwanted_hits: int | None
+    skipped: tuple[str, ...] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        """Whether every arm is shown to be no worse than the control, on prompts that nothing had been cached of."""
+        verdicts = [comparison.verdict for comparison in self.comparisons]
+        no_worse = all(verdict is not None and verdict.outcome == "non-inferior" for verdict in verdicts)
+        return no_worse and not self.unwanted_hits and not self.failures
+
+
+def load_suite(name: str) -> Suite:
+    """A suite of the package by name, or a TOML file by path.
+
+    Raises:
+        BadArms: there is none, or it lacks something.
+    """
+    file = _SUITES / f"{name}.toml" if "/" not in name and not name.endswith(".toml") else Path(name)
+    try:
+        content = tomllib.loads(file.read_text("utf-8"))
+        settings = {**content["verdict"], **content["contexts"]}
+        tuples = {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
+        suite = Suite(name=name, **{**settings, **tuples})
+    except FileNotFoundError as error:
+        known = ", ".join(sorted(path.stem for path in _SUITES.glob("*.toml")))
+        raise BadArms(f"there is no suite {name!r}; use one of {known}, or give a TOML file") from error
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise BadArms(f"the suite {name!r} cannot be read: {error}") from error
+    if unknown := set(suite.tasks) - set(TASKS):
+        raise BadArms(f"the suite {name!r} names the task {min(unknown)!r}; use {', '.join(TASKS)}")
+    return suite
+
+
+async def run_quality(
+    arms: Sequence[Arm],
+    suite: Suite,
+    config: EngineConfig,
+    *,
+    seed: int,
+    results: Results,
+    say: Callable[[str], None],
+    step: Callable[[], None],
+) -> Report:
+    """Ask every question of the suite through every arm.
+
+    Args:
+        step: called after each context of each arm.
+
+    Raises:
+        BadArms: an arm cannot be served as it says.
+        NotMeasured: an arm gave no answer at all.
+        StartError: an engine does not start.
+    """
+    contexts: list[Context] = []
+    answers: list[Answer] = []
+    for variant, group in by_engine(arms):
+        async with opened(variant, config, say) as server:
+            for arm in group:
+                server.require(arm)
+            if not contexts:
+                contexts = list(_build(suite, seed, server))
+            for number, context in enumerate(contexts):
+                # Whatever drifts over time meets both first and last arms alike.
+                for arm in group if number % 2 == 0 else reversed(group):
+                    async for answer in _ask(context, arm, server):
+                        answers.append(answer)
+                        results.add("answer", asdict(answer))
+                    step()
+    return _report(arms, answers, suite, seed)
+
+
+def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
+    if not isinstance(server, EngineServer):
+        raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
+    for task, language, length, number in suite.contexts:
+        yield build_context(
+            task,
+            TASKS[task],
+            language=language,
+            length=length,
+            number=number,
+            seed=seed,
+            questions=suite.questions,
+            count_prompt=server.count_prompt,
+        )
+
+
+async def _ask(context: Context, arm: Arm, server: Server) -> AsyncIterator[Answer]:
+    salt = uuid.uuid4().hex
+    for number, question in enumerate(context.questions):
+        served = await server.serve(
+            messages_of(context.sources, question, arm.keep),
+            arm,
+            salt=salt,
+            max_tokens=question.max_tokens,
+            logprobs=_LOGPROBS,
+        )
+        yield _scored(context, question, number, arm, served)
+
+
+def _scored(context: Context, question: Question, number: int, arm: Arm, served: Served) -> Answer:
+    text = "\n".join(excerpt.text for source in context.sources for excerpt in source.excerpts)
+    gold = " ".join(question.gold)
+    return Answer(
+        arm=arm.name,
+        context=context.id,
+        bucket=f"{context.task} {context.language} {context.length}",
+        question=number,
+        gold=question.gold,
+        lead=question.lead,
+        served=served,
+        score=contains(served.text, question.gold),
+        f1=f1(served.text, gold),
+        rouge_l=rouge_l(served.text, gold),
+        exact=exact(served.text, gold),
+        supported=supported_share(served.text, text, question=question.text),
+    )
+
+
+def _report(arms: Sequence[Arm], answers: Sequence[Answer], suite: Suite, seed: int) -> Report:
+    failures = tuple(f"{a.arm}: {a.context}: {a.served.error}" for a in answers if a.served.error)
+    by_arm = {arm.name: {(a.context, a.question): a for a in answers if a.arm == arm.name} for arm in arms}
+    for name, given in by_arm.items():
+        if all(answer.served.error for answer in given.values()):
+            raise NotMeasured(f"the arm {name!r} gave no answer; the first failure was {failures[0]!r}")
+    control = arms[0].name
+    comparisons = tuple(_compare(control, arm.name, by_arm[control], by_arm[arm.name], suite, seed) for arm in arms[1:])
+    cold = {arm.name for arm in arms if not arm.warm}
+    firsts = [a.served.cached_tokens for a in answers if a.arm in cold and a.question == 0 and not a.served.error]
+    hits = None if any(cached is None for cached in firsts) else sum(1 for cached in firsts if cached)
+    scores = _scores([answer for answer in answers if answer.arm == control], suite)
+    return Report(tuple(scores), comparisons, tuple(answers), failures, hits)
+
+
+def _scores(answers: Sequence[Answer], suite: Suite) -> Iterator[Score]:
+    for name in dict.fromkeys(answer.bucket for answer in answers):
+        ones = [answer for answer in answers if answer.bucket == name]
+        supported = [answer.supported for answer in ones if answer.supported is not None]
+        score = fmean(answer.score for answer in ones)
+        yield Score(
+            bucket=name,
+            n=len(ones),
+            score=score,
+            exact=fmean(answer.exact for answer in ones),
+            f1=fmean(answer.f1 for answer in ones),
+            rouge_l=fmean(answer.rouge_l for answer in ones),
+            supported=fmean(supported) if supported else None,
+            informative=score >= suite.informative,
+        )
+
+
+def _compare(
+    control: str,
+    arm: str,
+    controls: dict[tuple[str, int], Answer],
+    treated: dict[tuple[str, int], Answer],
+    suite: Suite,
+    seed: int,
+) -> Comparison:
+    """A failed request is a wrong answer: what cannot be served is not true."""
+    both = [(controls[key], treated[key]) for key in controls if key in treated]
+    buckets = [
+        _bucket(name, [pair for pair in both if pair[0].bucket == name], suite, seed)
+        for name in dict.fromkeys(answer.bucket for answer, _ in both)
+    ]
+    adjusted = holm({bucket.name: bucket.p for bucket in buckets if bucket.informative})
+    buckets = [replace(bucket, p=adjusted.get(bucket.name, bucket.p)) for bucket in buckets]
+    counted = {bucket.name for bucket in buckets if bucket.informative}
+    pooled = [_pair(*pair) for pair in both if pair[0].bucket in counted]
+    alike = [agreement(c.served.text, t.served.text) for c, t in both]
+    firsts = [first_token(c.served.first, t.served.first) for c, t in both if c.served.first and t.served.first]
+    return Comparison(
+        arm=arm,
+        control=control,
+        verdict=non_inferiority(pooled, suite.margin, seed, alpha=suite.alpha) if pooled else None,
+        buckets=tuple(buckets),
+        same_answer=fmean(one.exact for one in alike),
+        answer_f1=fmean(one.f1 for one in alike),
+        same_first_token=fmean(first.top1 for first in firsts) if firsts else None,
+        first_token_kl=fmean(first.kl for first in firsts) if firsts else None,
+        largest_kl=max((first.kl for first in firsts), default=None),
+    )
+
+
+def _bucket(name: str, both: Sequence[tuple[Answer, Answer]], suite: Suite, seed: int) -> Bucket:
+    pairs = [_pair(*pair) for pair in both]
+    control = fmean(pair.control for pair in pairs)
+    return Bucket(
+        name=name,
+        control=control,
+        treated=fmean(pair.treated for pair in pairs),
+        difference=paired_difference(pairs, seed),
+        mcnemar=mcnemar(pairs),
+        p=non_inferiority(pairs, suite.bucket_margin, seed, alpha=suite.alpha).p,
+        informative=control >= suite.informative,
+    )
+
+
+def _pair(control: Answer, treated: Answer) -> Pair:
+    return Pair(context=control.context, treated=treated.score, control=control.score)
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """The report without the single answers."""
+    return {
+        "scores": [asdict(score) for score in report.scores],
+        "comparisons": [asdict(comparison) for comparison in report.comparisons],
+        "failures": list(report.failures),
+        "unwanted_hits": report.unwanted_hits,
+        "skipped": list(report.skipped),
+    }

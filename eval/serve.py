@@ -1,0 +1,146 @@
+"""Serves prompts from an engine of this process, timed; and opens whatever server an arm needs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from app.prompt import Excerpt, Source, build_messages
+from eval.arms import Arm, Variant
+from eval.errors import BadArms
+from eval.remote import RemoteServer
+from eval.served import Served, Server
+from eval.tasks.task import Question
+from serving.config import EngineConfig
+from serving.engine import Engine, Message, Request, Sampling
+from serving.errors import ServingError
+from serving.vllm_engine import VllmEngine
+
+
+def messages_of(sources: Sequence[Source], question: Question, keep: float = 1.0) -> list[Message]:
+    """The service's own prompt for a question, with the answer's beginning; of each document the first share only."""
+    given = [_shortened(source, keep) for source in sources] if keep < 1 else sources
+    return [*build_messages(given, question.text), Message("assistant", question.lead)]
+
+
+class EngineServer:
+    """Serves prompts from an engine of this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def model(self) -> str:
+        return self._engine.capabilities.model
+
+    @property
+    def window(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self._engine.limits.window
+
+    def require(self, arm: Arm) -> None:
+        if arm.accelerated and not self._engine.capabilities.sparse:
+            raise BadArms(f"the arm {arm.name!r} needs an engine with sparse prefill, and this one has none")
+
+    def count_prompt(self, sources: Sequence[Source], question: Question) -> int:
+        """Tokens of a question's whole prompt."""
+        return len(self._engine.render_chat(messages_of(sources, question)))
+
+    async def serve(
+        self, messages: Sequence[Message], arm: Arm, *, salt: str, max_tokens: int, logprobs: int | None = None
+    ) -> Served:
+        prompt = self._engine.render_chat(messages)
+        request = Request(
+            prompt=prompt,
+            id=f"eval-{uuid.uuid4().hex}",
+            salt=salt,
+            sampling=Sampling(max_tokens=max_tokens, logprobs=logprobs),
+            prefill="auto" if arm.accelerated else "exact",
+        )
+        try:
+            if arm.warm:
+                await self._read_context(messages, request)
+            return await self._time(request)
+        except ServingError as error:
+            return Served(prompt_tokens=len(prompt), error=f"{type(error).__name__}: {error}")
+
+    async def _read_context(self, messages: Sequence[Message], request: Request) -> None:
+        """Read everything up to the question, which stands at the end of the last message of the user."""
+        *before, last = (message for message in messages if message.role != "assistant")
+        document, mark, _ = last.content.rpartition("\n\nQuestion: ")
+        context = self._engine.render_chat([*before, replace(last, content=document + mark)])
+        shared = _common_prefix(context, request.prompt)
+        # A request's last token is never read from the cache, so one more is given.
+        prefix = request.prompt[: shared + 1]
+        await self._engine.prefill(replace(request, prompt=prefix, id=f"{request.id}-warm"))
+
+    async def _time(self, request: Request) -> Served:
+        text = ""
+        first_token = None
+        served = Served(prompt_tokens=len(request.prompt))
+        started = time.perf_counter()
+        async for delta in self._engine.generate(request):
+            now = time.perf_counter()
+            if delta.prefill is not None:
+                served = replace(
+                    served,
+                    cached_tokens=delta.prefill.cached_tokens,
+                    path=delta.prefill.path,
+                    density=delta.prefill.density,
+                    fallback_reason=delta.prefill.fallback_reason,
+                    queue=delta.queue,
+                    read=delta.read,
+                    longest_step=delta.longest_step,
+                    first=delta.logprobs[0] if delta.logprobs else None,
+                )
+            first_token = first_token or now - started
+            if delta.text and served.ttft is None:
+                served = replace(served, ttft=now - started)
+            text += delta.text
+            served = replace(
+                served,
+                text=text,
+                tokens=delta.tokens,
+                finish_reason=delta.finish_reason or served.finish_reason,
+                total=now - started,
+            )
+        # An answer may hold no text at all, such as the single token that ends it; it was read all the same.
+        return replace(served, ttft=served.ttft or first_token)
+
+
+@contextlib.asynccontextmanager
+async def opened(variant: Variant, config: EngineConfig, say: Callable[[str], None]) -> AsyncIterator[Server]:
+    """A server for a variant, for as long as the context is open.
+
+    Raises:
+        StartError: the engine cannot start as configured.
+    """
+    if variant.url is not None:
+        async with RemoteServer.connect(variant.url, variant.model) as remote:
+            yield remote
+        return
+    engine = VllmEngine(variant.apply(config))
+    say(f"starting the engine ({str(variant) or 'as configured'}), about a minute")
+    await engine.start()
+    try:
+        yield EngineServer(engine)
+    finally:
+        await engine.stop()
+
+
+def _shortened(source: Source, keep: float) -> Source:
+    total = sum(len(excerpt.text) for excerpt in source.excerpts)
+    left = round(total * keep)
+    excerpts = []
+    for excerpt in source.excerpts:
+        if left > 0:
+            excerpts.append(Excerpt(excerpt.page, excerpt.text[:left]))
+        left -= len(excerpt.text)
+    return Source(source.name, tuple(excerpts))
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    return next((n for n, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(left))

@@ -1,0 +1,68 @@
+"""What an arm's server is asked and what it answers: one prompt, timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from eval.arms import Arm
+from serving.engine import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What came of one request. Times in seconds; what is not known is None.
+
+    `ttft` runs from sending to the first non-empty text (to the first token when there is no text); `queue` and `read`
+    are the engine's own share of it, `rest` is what is left. `first` holds the logarithms of the first token's
+    probabilities. `error` is set when it failed.
+    """
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    path: str = "unknown"
+    density: float | None = None
+    fallback_reason: str | None = None
+    ttft: float | None = None
+    queue: float | None = None
+    read: float | None = None
+    longest_step: float | None = None
+    total: float | None = None
+    text: str = ""
+    tokens: int = 0
+    finish_reason: str | None = None
+    first: Mapping[int, float] | None = None
+    error: str | None = None
+
+    @property
+    def rest(self) -> float | None:
+        if self.ttft is None or self.queue is None or self.read is None:
+            return None
+        return self.ttft - self.queue - self.read
+
+
+class Server(Protocol):
+    """Serves prompts, whoever does it."""
+
+    @property
+    def model(self) -> str: ...
+
+    def require(self, arm: Arm) -> None:
+        """Refuse an arm that cannot be served as it says.
+
+        Raises:
+            BadArms: what is missing.
+        """
+        ...
+
+    async def serve(
+        self, messages: Sequence[Message], arm: Arm, *, salt: str, max_tokens: int, logprobs: int | None = None
+    ) -> Served:
+        """Serve one prompt; a failure is told in the result.
+
+        Args:
+            messages: as the prompt is built by the service; a last one of the assistant is the answer's beginning.
+            salt: the cache namespace; prompts of one salt may share what they have in common.
+        """
+        ...

@@ -1,0 +1,252 @@
+"""Time to first token, paired: every arm reads the same unique prompts and gives one token.
+
+Lengths go upwards until the first one that fails. Arms that share an engine alternate; engines run one after another.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+import psutil
+
+from eval.arms import Arm, by_engine
+from eval.errors import BadArms, NotMeasured
+from eval.identity import device_memory, peak_memory
+from eval.results import Results
+from eval.serve import EngineServer, messages_of, opened
+from eval.served import Served, Server
+from eval.statistics import Interval, ratio_of_geometric_means
+from eval.tasks import TASKS
+from eval.tasks.task import Context, build_context
+from serving.config import EngineConfig
+from serving.engine import Message
+from serving.errors import StartError
+
+_TASK = "facts-single"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One request of one arm."""
+
+    arm: str
+    length: int
+    number: int
+    served: Served
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One arm at one length. Times in seconds, medians over the prompts, but the longest step, which is the maximum.
+
+    `ratio` is the arm's TTFT over the control's: of geometric means, with its bootstrap interval over the prompts. It
+    is None for the control.
+    """
+
+    arm: str
+    length: int
+    n: int
+    prompt_tokens: float
+    ttft: float
+    queue: float | None
+    read: float | None
+    rest: float | None
+    longest_step: float | None
+    tokens_per_s: float
+    cached_tokens: int | None
+    paths: tuple[str, ...]
+    density: float | None
+    memory: int | None
+    ratio: Interval | None
+    faster: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A whole run. `limits` tells for each arm that failed the last good length and why it went no further."""
+
+    rows: tuple[Row, ...]
+    limits: tuple[str, ...]
+    unwanted_hits: int | None
+
+
+async def run_speed(
+    arms: Sequence[Arm],
+    lengths: Sequence[int],
+    repeats: int,
+    config: EngineConfig,
+    *,
+    seed: int,
+    results: Results,
+    say: Callable[[str], None],
+    step: Callable[[], None],
+) -> Speed:
+    """Read `repeats` unique prompts of each length through every arm.
+
+    Args:
+        step: called after each timed prompt of each arm.
+
+    Raises:
+        BadArms: an arm cannot be served as it says.
+        NotMeasured: nothing could be read at all.
+        StartError: the engine of the first arm does not start.
+    """
+    prompts: dict[int, list[Context]] = {}
+    timed: list[Timed] = []
+    limits: list[str] = []
+    memory: dict[tuple[str, int], int | None] = {}
+    for variant, group in by_engine(arms):
+        try:
+            async with opened(variant, config, say) as server:
+                for arm in group:
+                    server.require(arm)
+                for length in sorted(lengths):
+                    failure = _prompts(prompts, length, repeats, seed, server)
+                    if failure is None:
+                        new, failure = await _time_length(group, length, prompts[length], server, results, step)
+                        timed += new
+                    memory |= {(arm.name, length): _memory(variant.url) for arm in group}
+                    if failure is not None:
+                        good = max((one.length for one in timed if one.arm == group[0].name), default=None)
+                        limits.append(_limit(group, length, good, failure))
+                        say(limits[-1])
+                        break
+        except StartError as error:
+            if not timed:
+                raise
+            # One variant of a sweep may not exist on this machine; the others still count.
+            limits.append(f"{', '.join(arm.name for arm in group)}: not measured, {error}")
+            say(limits[-1])
+    if not timed:
+        raise NotMeasured(f"nothing could be read; {limits[0]}")
+    rows = [
+        _row(arm.name, arms[0].name, length, timed, memory[arm.name, length], seed)
+        for length in sorted(lengths)
+        for arm in arms
+        if any((one.arm, one.length) == (arm.name, length) for one in timed)
+    ]
+    return Speed(tuple(rows), tuple(limits), _unwanted_hits(arms, timed))
+
+
+def _prompts(prompts: dict[int, list[Context]], length: int, repeats: int, seed: int, server: Server) -> str | None:
+    """Make the prompts of a length, one more than is timed; says why when the model cannot read them."""
+    if length in prompts:
+        return None
+    if not isinstance(server, EngineServer):
+        raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
+    if length >= server.window:
+        return f"the window is {server.window:,} tokens"
+    try:
+        prompts[length] = [
+            build_context(
+                _TASK,
+                TASKS[_TASK],
+                language="en",
+                length=length,
+                number=number,
+                seed=seed,
+                questions=1,
+                count_prompt=server.count_prompt,
+            )
+            for number in range(repeats + 1)
+        ]
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+async def _time_length(
+    group: Sequence[Arm],
+    length: int,
+    contexts: Sequence[Context],
+    server: Server,
+    results: Results,
+    step: Callable[[], None],
+) -> tuple[list[Timed], str | None]:
+    """The timed requests of a length, and why it failed if it did. The last prompt warms each arm up."""
+    timed: list[Timed] = []
+    *counted, spare = contexts
+    for arm in group:
+        if error := (await _serve_once(spare, arm, server)).error:
+            return [], f"{arm.name}: {error}"
+    for number, context in enumerate(counted):
+        for arm in group if number % 2 == 0 else reversed(group):
+            one = Timed(arm.name, length, number, await _serve_once(context, arm, server))
+            results.add("request", asdict(one))
+            if one.served.error:
+                return [], f"{arm.name}: {one.served.error}"
+            timed.append(one)
+            step()
+    return timed, None
+
+
+async def _serve_once(context: Context, arm: Arm, server: Server) -> Served:
+    messages: list[Message] = messages_of(context.sources, context.questions[0], arm.keep)
+    return await server.serve(messages, arm, salt=uuid.uuid4().hex, max_tokens=1)
+
+
+def _limit(group: Sequence[Arm], length: int, good: int | None, failure: str) -> str:
+    names = ", ".join(arm.name for arm in group)
+    last = "no length before it" if good is None else f"the last good length is {good:,}"
+    return f"{names}: {length:,} tokens failed ({failure}); {last}"
+
+
+def _row(arm: str, control: str, length: int, timed: Sequence[Timed], memory: int | None, seed: int) -> Row:
+    served = {one.number: one.served for one in timed if (one.arm, one.length) == (arm, length)}
+    controls = {one.number: one.served for one in timed if (one.arm, one.length) == (control, length)}
+    ratio = faster = None
+    if arm != control and (numbers := sorted(served.keys() & controls.keys())):
+        pairs = [(_ttft(served[number]), _ttft(controls[number])) for number in numbers]
+        ratio = ratio_of_geometric_means([mine for mine, _ in pairs], [other for _, other in pairs], seed)
+        faster = fmean(mine < other for mine, other in pairs)
+    ones = list(served.values())
+    ttft = median(_ttft(one) for one in ones)
+    tokens = fmean(one.prompt_tokens or 0 for one in ones)
+    return Row(
+        arm=arm,
+        length=length,
+        n=len(ones),
+        prompt_tokens=tokens,
+        ttft=ttft,
+        queue=_known(median, [one.queue for one in ones]),
+        read=_known(median, [one.read for one in ones]),
+        rest=_known(median, [one.rest for one in ones]),
+        longest_step=_known(max, [one.longest_step for one in ones]),
+        tokens_per_s=tokens / ttft,
+        cached_tokens=_known(max, [one.cached_tokens for one in ones]),
+        paths=tuple(sorted({one.path for one in ones})),
+        density=_known(fmean, [one.density for one in ones]),
+        memory=memory,
+        ratio=ratio,
+        faster=faster,
+    )
+
+
+def _known(measure: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
+    """The measure of the values, or None when one of them is not known."""
+    return None if any(value is None for value in values) else measure(list(values))
+
+
+def _ttft(served: Served) -> float:
+    if served.ttft is None:
+        raise NotMeasured(f"a request of {served.prompt_tokens} tokens ended without a token and without an error")
+    return served.ttft
+
+
+def _unwanted_hits(arms: Sequence[Arm], timed: Sequence[Timed]) -> int | None:
+    """How many requests of cold arms found something cached; None when an engine does not tell."""
+    cold = {arm.name for arm in arms if not arm.warm}
+    cached = [one.served.cached_tokens for one in timed if one.arm in cold]
+    return None if any(tokens is None for tokens in cached) else sum(1 for tokens in cached if tokens)
+
+
+def _memory(url: str | None) -> int | None:
+    """Bytes: the device's where there is one, else the peak of this process and the engine's; unknown for a server."""
+    if url is not None:
+        return None
+    own = psutil.Process()
+    return device_memory() or peak_memory([own, *own.children(recursive=True)])

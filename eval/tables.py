@@ -1,0 +1,134 @@
+"""Results as short tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.quality import Bucket, Comparison, Report, Score
+from eval.speed import Row, Speed
+from eval.statistics import Difference, Interval
+
+_NOTHING = "-"
+_SPEED = (
+    *(
+        "tokens",
+        "arm",
+        "n",
+        "TTFT ms",
+        "queue",
+        "read",
+        "rest",
+        "longest step",
+        "tokens/s",
+        "cached",
+        "path",
+        "density",
+    ),
+    *("memory", "ratio to the first arm", "faster"),
+)
+_LEFT = ("arm", "path", "task", "")
+
+
+def speed_table(speed: Speed) -> str:
+    """One line an arm and length; times are medians in milliseconds, ratios are of TTFT with their 95% interval."""
+    return _aligned(_SPEED, [_speed_cells(row) for row in speed.rows])
+
+
+def quality_tables(report: Report) -> str:
+    """The control's own scores when it is alone, else for each arm one line a task and length and its verdict."""
+    if not report.comparisons:
+        heads = ("task", "n", "score", "exact", "F1", "ROUGE-L", "supported", "")
+        return _aligned(heads, [_score_cells(score) for score in report.scores])
+    return "\n\n".join(
+        f"{_aligned(_heads(one), [_bucket_cells(bucket) for bucket in one.buckets])}\n{_verdict(one)}"
+        for one in report.comparisons
+    )
+
+
+def _heads(comparison: Comparison) -> tuple[str, ...]:
+    return ("task", "n", comparison.control, comparison.arm, "difference", "only one right", "p", "")
+
+
+def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[place]) for row in [heads, *rows]) for place in range(len(heads))]
+    lines = []
+    for row in [heads, *rows]:
+        cells = zip(heads, row, widths, strict=True)
+        lines.append(
+            "  ".join(cell.ljust(width) if head in _LEFT else cell.rjust(width) for head, cell, width in cells)
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _speed_cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"{row.prompt_tokens:,.0f}",
+        row.arm,
+        str(row.n),
+        _ms(row.ttft),
+        _ms(row.queue),
+        _ms(row.read),
+        _ms(row.rest),
+        _ms(row.longest_step),
+        f"{row.tokens_per_s:,.0f}",
+        _NOTHING if row.cached_tokens is None else f"{row.cached_tokens:,}",
+        ", ".join(row.paths),
+        _NOTHING if row.density is None else f"{row.density:.0%}",
+        _NOTHING if row.memory is None else f"{row.memory / 2**30:.1f} GiB",
+        _NOTHING if row.ratio is None else _interval(row.ratio),
+        _NOTHING if row.faster is None else f"{row.faster:.0%}",
+    )
+
+
+def _bucket_cells(bucket: Bucket) -> tuple[str, ...]:
+    discordant = f"{bucket.mcnemar.only_control} / {bucket.mcnemar.only_treated}"
+    return (
+        bucket.name,
+        str(bucket.difference.n),
+        f"{100 * bucket.control:.0f}",
+        f"{100 * bucket.treated:.0f}",
+        _difference(bucket.difference),
+        discordant,
+        f"{bucket.p:.3f}" if bucket.informative else _NOTHING,
+        "" if bucket.informative else "not informative",
+    )
+
+
+def _score_cells(score: Score) -> tuple[str, ...]:
+    measures = (score.score, score.exact, score.f1, score.rouge_l, score.supported)
+    return (
+        score.bucket,
+        str(score.n),
+        *(_NOTHING if value is None else f"{100 * value:.0f}" for value in measures),
+        "" if score.informative else "not informative",
+    )
+
+
+def _verdict(comparison: Comparison) -> str:
+    agreement = f"same answer {comparison.same_answer:.1%}, F1 between answers {comparison.answer_f1:.3f}"
+    if comparison.same_first_token is not None and comparison.first_token_kl is not None:
+        agreement += (
+            f", same first token {comparison.same_first_token:.1%}, "
+            f"first-token KL {comparison.first_token_kl:.2g} nats (largest {comparison.largest_kl:.2g})"
+        )
+    verdict = comparison.verdict
+    if verdict is None:
+        return f"{comparison.arm}: no verdict, nothing is informative; {agreement}"
+    needed = "" if verdict.n_needed is None else f"; about {verdict.n_needed:,} pairs would do"
+    found = _difference(verdict.difference)
+    return (
+        f"{comparison.arm}: {verdict.outcome}{needed} (difference {found} points over {verdict.difference.n} pairs, "
+        f"one-sided bound {100 * verdict.lower_bound:.1f}); {agreement}"
+    )
+
+
+def _difference(difference: Difference) -> str:
+    return f"{100 * difference.estimate:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
+
+
+def _interval(ratio: Interval) -> str:
+    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def _ms(seconds: float | None) -> str:
+    return _NOTHING if seconds is None else f"{1000 * seconds:,.0f}"
