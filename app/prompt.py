@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from serving.engine import Message
 
+# What stands between the documents, which a cache may hold, and the question, which is new.
+QUESTION = "\n\nQuestion: "
+
 # Part of every cache namespace: prompts of another layout must not meet these blocks.
 VERSION = "1"
 
@@ -41,7 +44,7 @@ class Source:
 def build_messages(sources: Sequence[Source], question: str) -> list[Message]:
     """The chat messages for a question about documents."""
     documents = "\n\n".join(_document(number, source) for number, source in enumerate(sources, start=1))
-    return [Message("system", SYSTEM), Message("user", f"{documents}\n\nQuestion: {question.strip()}")]
+    return [Message("system", SYSTEM), Message("user", f"{documents}{QUESTION}{question.strip()}")]
 
 
 def _document(number: int, source: Source) -> str:

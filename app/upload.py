@@ -15,10 +15,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from app.services import Services, visible
-from ingest.extract import check
+from ingest.extract import check, reading_limit_s
 from ingest.jobs import OnDuplicate, Upload
 
-_CHECK_TIMEOUT_S = 60.0
 _MAX_FILES = 100
 _MAX_NAME = 200
 
@@ -41,7 +40,7 @@ async def read_uploads(request: Request, services: Services) -> list[Upload]:
         for file in files:
             name = await asyncio.to_thread(_redacted_name, clean_name(file.filename or ""), services)
             data = await file.read()
-            kind = await services.checks.run(_CHECK_TIMEOUT_S, check, name, data)
+            kind = await services.checks.run(reading_limit_s(data), check, name, data)
             digest = hmac.new(services.key, data, sha256).hexdigest()
             uploads.append(Upload(name, kind, data, digest, collection, on_duplicate))
         return uploads

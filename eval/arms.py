@@ -80,10 +80,7 @@ def parse_arms(text: str) -> tuple[Arm, ...]:
     Raises:
         BadArms: an arm is unknown, is there twice, or has a setting that does not exist.
     """
-    arms = tuple(_parse_arm(part.strip()) for part in text.split(","))
-    if doubles := {arm.name for arm in arms if sum(other.name == arm.name for other in arms) > 1}:
-        raise BadArms(f"the arm {min(doubles)!r} is there twice; write 'again' for a second exact one")
-    return arms
+    return _different(_parse_arm(part.strip()) for part in text.split(","))
 
 
 def sweep_arms(sweep: Sequence[str]) -> tuple[Arm, ...]:
@@ -96,7 +93,7 @@ def sweep_arms(sweep: Sequence[str]) -> tuple[Arm, ...]:
     for axis in sweep:
         name, _, values = axis.partition("=")
         axes.append([f"{name}={value}" for value in values.split(",")])
-    return tuple(_parse_arm("+".join(["exact", *settings])) for settings in itertools.product(*axes))
+    return _different(_parse_arm("+".join(["exact", *settings])) for settings in itertools.product(*axes))
 
 
 def by_engine(arms: Iterable[Arm]) -> list[tuple[Variant, list[Arm]]]:
@@ -105,6 +102,15 @@ def by_engine(arms: Iterable[Arm]) -> list[tuple[Variant, list[Arm]]]:
     for arm in arms:
         groups.setdefault(arm.variant, []).append(arm)
     return list(groups.items())
+
+
+def _different(arms: Iterable[Arm]) -> tuple[Arm, ...]:
+    different: dict[str, Arm] = {}
+    for arm in arms:
+        if arm.name in different:
+            raise BadArms(f"the arm {arm.name!r} is there twice; write 'again' for a second exact one")
+        different[arm.name] = arm
+    return tuple(different.values())
 
 
 def _parse_arm(text: str) -> Arm:
@@ -116,8 +122,9 @@ def _parse_arm(text: str) -> Arm:
     given: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in _KEYS or not value:
-            raise BadArms(f"the arm {text!r} has the setting {setting!r}; use {', '.join(f'{k}=...' for k in _KEYS)}")
+        if key not in _KEYS or not value or key in given:
+            known = ", ".join(f"{name}=..." for name in _KEYS)
+            raise BadArms(f"the arm {text!r} has the setting {setting!r}; use each of {known} at most once")
         if key == "chunk" and not (value.isdigit() and int(value)):
             raise BadArms(f"the arm {text!r} has chunk={value!r}; give the tokens of a step, such as chunk=512")
         given[key] = int(value) if key == "chunk" else value

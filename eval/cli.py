@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -20,17 +21,11 @@ from app import log
 if TYPE_CHECKING:
     from app.settings import Settings
 
-T = TypeVar("T")
-
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True)
 
-Arms = Annotated[
-    str,
-    typer.Option(
-        help="Arms, the control first: exact, again, warm, sparse, half; with settings as in exact+chunk=256."
-    ),
-]
+_ARMS = "The control first: exact, again, warm, sparse, half; with settings as in exact+chunk=256."
+Arms = Annotated[str, typer.Option(help=_ARMS)]
 Seed = Annotated[int, typer.Option(help="Decides every prompt.")]
 Out = Annotated[Path | None, typer.Option(help="File for the results (JSON lines); it must not exist yet.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -46,9 +41,9 @@ def main() -> None:
 
 @cli.command()
 def speed(
-    arms: Arms = "exact,again",
+    arms: Annotated[str | None, typer.Option(help=f"{_ARMS} Default exact,again.")] = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048,4096",
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 6,
     sweep: Annotated[
         str | None, typer.Option(help="Engines instead of arms, such as 'chunk=256,512 kv=auto,fp8 quant=none,fp8'.")
     ] = None,
@@ -59,32 +54,37 @@ def speed(
 ) -> None:
     """Time to first token of arms, paired on the same prompts."""
     from eval.arms import parse_arms, sweep_arms
+    from eval.errors import BadArms
     from eval.identity import identity
-    from eval.results import default_path, results_file
+    from eval.results import default_path, plain, results_file
+    from eval.serve import opened
     from eval.shapes import with_shape
     from eval.speed import run_speed
     from eval.tables import speed_table
 
-    settings = _settings()
     path = out or default_path("speed")
-    with _usage():
-        chosen = sweep_arms(sweep.split()) if sweep else parse_arms(arms)
+    with _told():
+        config = _settings().engine_config
+        config = with_shape(config, shape) if shape else config
+        if sweep and arms:
+            raise BadArms("--sweep makes its own arms; give either --sweep or --arms")
+        chosen = sweep_arms(sweep.split()) if sweep else parse_arms(arms or "exact,again")
         sizes = _numbers(lengths)
-        config = with_shape(settings.engine_config, shape) if shape else settings.engine_config
-        file = results_file(path)
-    with file as results, _progress(len(chosen) * len(sizes) * repeats, "prompts") as step:
-        results.add("identity", {**identity(seed=seed, model=config.model), "arms": [asdict(arm) for arm in chosen]})
-        run = run_speed(chosen, sizes, repeats, config, seed=seed, results=results, say=_say, step=step)
-        measured = _run(run)
-        results.add("summary", asdict(measured))
+        about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen]}
+        with results_file(path) as results, _progress(len(chosen) * len(sizes) * repeats, "prompts") as step:
+            results.add("identity", about)
+            server = partial(opened, config=config, say=_say)
+            run = run_speed(chosen, sizes, repeats, server, seed=seed, results=results, say=_say, step=step)
+            measured = asyncio.run(run)
+            results.add("summary", asdict(measured))
     if as_json:
-        print(json.dumps(asdict(measured), indent=2))
+        print(json.dumps({**about, **plain(asdict(measured))}, indent=2))
     else:
         _out.print(speed_table(measured), markup=False, highlight=False)
         _tell(measured.limits)
         _tell_hits(measured.unwanted_hits)
     _say(f"every request is in {path}")
-    if measured.unwanted_hits:
+    if measured.unwanted_hits != 0:
         raise typer.Exit(1)
 
 
@@ -104,12 +104,13 @@ def quality(
     from eval.arms import parse_arms
     from eval.identity import identity
     from eval.quality import load_suite, run_quality, summary
-    from eval.results import default_path, results_file
+    from eval.results import default_path, plain, results_file
+    from eval.serve import opened
     from eval.tables import quality_tables
 
-    settings = _settings()
     path = out or default_path("quality")
-    with _usage():
+    with _told():
+        config = _settings().engine_config
         chosen = parse_arms(arms)
         asked = load_suite(suite)
         asked = asked.narrowed(
@@ -118,18 +119,17 @@ def quality(
             lengths=_numbers(lengths) if lengths else None,
             number=contexts,
         )
-        asked, skipped = asked.for_model(settings.model)
-        file = results_file(path)
-    total = sum(1 for _ in asked.contexts) * len(chosen)
-    config = settings.engine_config
-    with file as results, _progress(total, "contexts") as step:
-        about = {"arms": [asdict(arm) for arm in chosen], "suite": asdict(asked)}
-        results.add("identity", {**identity(seed=seed, model=config.model), **about})
-        run = run_quality(chosen, asked, config, seed=seed, results=results, say=_say, step=step)
-        report = replace(_run(run), skipped=skipped)
-        results.add("summary", summary(report))
+        asked, skipped = asked.for_model(config.model)
+        about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen], "suite": asdict(asked)}
+        total = sum(1 for _ in asked.contexts) * len(chosen)
+        with results_file(path) as results, _progress(total, "contexts") as step:
+            results.add("identity", about)
+            server = partial(opened, config=config, say=_say)
+            run = run_quality(chosen, asked, server, seed=seed, results=results, step=step)
+            report = replace(asyncio.run(run), skipped=skipped)
+            results.add("summary", summary(report))
     if as_json:
-        print(json.dumps(summary(report), indent=2))
+        print(json.dumps({**about, **plain(summary(report))}, indent=2))
     else:
         _out.print(quality_tables(report), markup=False, highlight=False)
         _tell(report.skipped)
@@ -174,38 +174,29 @@ def memory(
 
 
 def _settings() -> Settings:
+    from app.server import silence
     from app.settings import SettingsError, load_settings
 
     try:
-        return load_settings()
+        settings = load_settings()
     except SettingsError as error:
         _say(str(error))
         raise typer.Exit(2) from error
+    silence(settings)
+    return settings
 
 
 @contextmanager
-def _usage() -> Iterator[None]:
-    """What is wrong with a command is one sentence and exit code 2."""
-    from eval.errors import BadArms
-
-    try:
-        yield
-    except BadArms as error:
-        _say(str(error))
-        raise typer.Exit(2) from error
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a measurement; a foreseeable failure is one sentence and exit code 1, bad usage exit code 2."""
-    from eval.errors import EvalError
+def _told() -> Iterator[None]:
+    """A foreseeable failure is one sentence; exit code 2 when the command was wrong, else 1."""
+    from eval.errors import BadArms, EvalError
     from serving.errors import ServingError
 
     try:
-        with _usage():
-            return asyncio.run(work)
+        yield
     except (EvalError, ServingError) as error:
         _say(str(error))
-        raise typer.Exit(1) from error
+        raise typer.Exit(2 if isinstance(error, BadArms) else 1) from error
 
 
 @contextmanager
@@ -232,7 +223,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
         raise BadArms(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
-    return tuple(int(part) for part in parts)
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _tell(lines: tuple[str, ...]) -> None:

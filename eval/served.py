@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from app.prompt import QUESTION
 from eval.arms import Arm
 from serving.engine import Message
 
@@ -46,7 +47,9 @@ class Server(Protocol):
     """Serves prompts, whoever does it."""
 
     @property
-    def model(self) -> str: ...
+    def about(self) -> dict[str, Any]:
+        """What serves: its model and, where they are known, its limits."""
+        ...
 
     def require(self, arm: Arm) -> None:
         """Refuse an arm that cannot be served as it says.
@@ -66,3 +69,17 @@ class Server(Protocol):
             salt: the cache namespace; prompts of one salt may share what they have in common.
         """
         ...
+
+
+def without_question(messages: Sequence[Message]) -> list[Message]:
+    """A prompt up to where the question begins."""
+    *before, last = (message for message in messages if message.role != "assistant")
+    documents, mark, _ = last.content.rpartition(QUESTION)
+    return [*before, replace(last, content=documents + mark)]
+
+
+def checked(served: Served, arm: Arm) -> Served:
+    """A warm arm that found nothing cached has not measured what its name says."""
+    if arm.warm and served.cached_tokens == 0:
+        return replace(served, error="the context had been read, but nothing of it was found in the cache")
+    return served

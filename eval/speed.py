@@ -17,12 +17,11 @@ from eval.arms import Arm, by_engine
 from eval.errors import BadArms, NotMeasured
 from eval.identity import device_memory, peak_memory
 from eval.results import Results
-from eval.serve import EngineServer, messages_of, opened
+from eval.serve import EngineServer, OpenServer, messages_of, probe
 from eval.served import Served, Server
 from eval.statistics import Interval, ratio_of_geometric_means
 from eval.tasks import TASKS
 from eval.tasks.task import Context, build_context
-from serving.config import EngineConfig
 from serving.engine import Message
 from serving.errors import StartError
 
@@ -44,19 +43,19 @@ class Row:
     """One arm at one length. Times in seconds, medians over the prompts, but the longest step, which is the maximum.
 
     `ratio` is the arm's TTFT over the control's: of geometric means, with its bootstrap interval over the prompts. It
-    is None for the control.
+    is None for the control. `memory` is the peak of everything that the arm's engine has done so far.
     """
 
     arm: str
     length: int
     n: int
-    prompt_tokens: float
+    prompt_tokens: float | None
     ttft: float
     queue: float | None
     read: float | None
     rest: float | None
     longest_step: float | None
-    tokens_per_s: float
+    tokens_per_s: float | None
     cached_tokens: int | None
     paths: tuple[str, ...]
     density: float | None
@@ -78,7 +77,7 @@ async def run_speed(
     arms: Sequence[Arm],
     lengths: Sequence[int],
     repeats: int,
-    config: EngineConfig,
+    open_server: OpenServer,
     *,
     seed: int,
     results: Results,
@@ -88,6 +87,7 @@ async def run_speed(
     """Read `repeats` unique prompts of each length through every arm.
 
     Args:
+        open_server: what serves a variant, such as `serve.opened` with its settings.
         step: called after each timed prompt of each arm.
 
     Raises:
@@ -99,13 +99,18 @@ async def run_speed(
     timed: list[Timed] = []
     limits: list[str] = []
     memory: dict[tuple[str, int], int | None] = {}
-    for variant, group in by_engine(arms):
+    if short := next((arm for arm in arms if arm.keep < 1), None):
+        raise BadArms(f"the arm {short.name!r} reads shorter prompts, so its speed cannot be compared")
+    await probe(arms, open_server)
+    for place, (variant, group) in enumerate(by_engine(arms)):
         try:
-            async with opened(variant, config, say) as server:
+            async with open_server(variant) as server:
                 for arm in group:
                     server.require(arm)
-                for length in sorted(lengths):
-                    failure = _prompts(prompts, length, repeats, seed, server)
+                results.add("engine", {"variant": str(variant), **server.about})
+                # What the control cannot read, nobody is asked to.
+                for length in sorted(lengths if place == 0 else prompts):
+                    failure = _prompts(prompts, length, repeats, seed, server) if place == 0 else None
                     if failure is None:
                         new, failure = await _time_length(group, length, prompts[length], server, results, step)
                         timed += new
@@ -115,7 +120,7 @@ async def run_speed(
                         limits.append(_limit(group, length, good, failure))
                         say(limits[-1])
                         break
-        except StartError as error:
+        except (StartError, BadArms) as error:
             if not timed:
                 raise
             # One variant of a sweep may not exist on this machine; the others still count.
@@ -134,8 +139,6 @@ async def run_speed(
 
 def _prompts(prompts: dict[int, list[Context]], length: int, repeats: int, seed: int, server: Server) -> str | None:
     """Make the prompts of a length, one more than is timed; says why when the model cannot read them."""
-    if length in prompts:
-        return None
     if not isinstance(server, EngineServer):
         raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
     if length >= server.window:
@@ -205,7 +208,7 @@ def _row(arm: str, control: str, length: int, timed: Sequence[Timed], memory: in
         faster = fmean(mine < other for mine, other in pairs)
     ones = list(served.values())
     ttft = median(_ttft(one) for one in ones)
-    tokens = fmean(one.prompt_tokens or 0 for one in ones)
+    tokens = _known(fmean, [one.prompt_tokens for one in ones])
     return Row(
         arm=arm,
         length=length,
@@ -216,7 +219,7 @@ def _row(arm: str, control: str, length: int, timed: Sequence[Timed], memory: in
         read=_known(median, [one.read for one in ones]),
         rest=_known(median, [one.rest for one in ones]),
         longest_step=_known(max, [one.longest_step for one in ones]),
-        tokens_per_s=tokens / ttft,
+        tokens_per_s=None if tokens is None else tokens / ttft,
         cached_tokens=_known(max, [one.cached_tokens for one in ones]),
         paths=tuple(sorted({one.path for one in ones})),
         density=_known(fmean, [one.density for one in ones]),

@@ -193,6 +193,31 @@ def non_inferiority(
     )
 
 
+def loss(pairs: Sequence[Pair], seed: int, *, draws: int = _DRAWS) -> float:
+    """The p-value of "nothing was lost": a one-sided sign-flip permutation test over contexts, exact when they are few.
+
+    Contexts are exchangeable between the arms when nothing was lost, so each context's sum of differences may have
+    either sign (Fisher's randomisation test for pairs).
+    """
+    lost: dict[str, float] = {}
+    for pair in pairs:
+        lost[pair.context] = lost.get(pair.context, 0.0) + pair.treated - pair.control
+    sums = np.array(list(lost.values()))
+    if not np.any(sums):
+        return 1.0
+    if len(sums) == 1:  # scipy asks for two
+        return 0.5 if sums[0] < 0 else 1.0
+    tested = stats.permutation_test(
+        (sums,),
+        np.sum,
+        permutation_type="samples",
+        alternative="less",
+        n_resamples=draws,
+        rng=np.random.default_rng(seed),
+    )
+    return float(tested.pvalue)
+
+
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """p-values adjusted for their number, in the order given: one at or below alpha is significant at alpha.
 

@@ -62,7 +62,7 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _speed_cells(row: Row) -> tuple[str, ...]:
     return (
-        f"{row.prompt_tokens:,.0f}",
+        _NOTHING if row.prompt_tokens is None else f"{row.prompt_tokens:,.0f}",
         row.arm,
         str(row.n),
         _ms(row.ttft),
@@ -70,7 +70,7 @@ def _speed_cells(row: Row) -> tuple[str, ...]:
         _ms(row.read),
         _ms(row.rest),
         _ms(row.longest_step),
-        f"{row.tokens_per_s:,.0f}",
+        _NOTHING if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         _NOTHING if row.cached_tokens is None else f"{row.cached_tokens:,}",
         ", ".join(row.paths),
         _NOTHING if row.density is None else f"{row.density:.0%}",
@@ -105,7 +105,9 @@ def _score_cells(score: Score) -> tuple[str, ...]:
 
 
 def _verdict(comparison: Comparison) -> str:
-    agreement = f"same answer {comparison.same_answer:.1%}, F1 between answers {comparison.answer_f1:.3f}"
+    agreement = "no answer to compare"
+    if comparison.same_answer is not None and comparison.answer_f1 is not None:
+        agreement = f"same answer {comparison.same_answer:.1%}, F1 between answers {comparison.answer_f1:.3f}"
     if comparison.same_first_token is not None and comparison.first_token_kl is not None:
         agreement += (
             f", same first token {comparison.same_first_token:.1%}, "

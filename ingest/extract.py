@@ -31,6 +31,8 @@ _SUFFIXES: dict[str, MediaType] = {
 # Viewers look for the header in the first kilobyte (ISO 32000-1, annex H.3.4.1 "header").
 _PDF_HEADER_WITHIN = 1024
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
+_READING_S = 120.0
+_BYTES_PER_S = 50_000
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _LABEL = re.compile(r"[A-Za-z]?-?(?:\d{1,4}|[ivxlcdm]{1,8}|[IVXLCDM]{1,8})")
@@ -73,6 +75,11 @@ def media_type(name: str, data: bytes) -> MediaType:
     if looks_like_pdf != (named == "application/pdf") or (not looks_like_pdf and _is_binary(data)):
         raise UnsupportedType(f"{name!r} does not contain what its name says; upload a real .txt, .md or .pdf file")
     return named
+
+
+def reading_limit_s(data: bytes) -> float:
+    """Seconds after which reading a file of this size has gone wrong: many times what it takes (docs/log.md)."""
+    return _READING_S + len(data) / _BYTES_PER_S
 
 
 def check(name: str, data: bytes) -> MediaType:

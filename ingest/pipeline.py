@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ingest.chunk import chunk_pages, paginate
-from ingest.extract import MediaType, Page, extract
+from ingest.extract import MediaType, Page, extract, reading_limit_s
 from ingest.redact import Span, join_pages, load_key, pieces, presidio, replace_spans
 from ingest.workers import Workers
 from retrieval.catalogue import Catalogue, Status, StoredPage
@@ -25,8 +25,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # A limit is to end what hangs, so it is far above what work of its size takes on a slow machine.
-_EXTRACT_TIMEOUT_S = 120.0
-_EXTRACT_BYTES_PER_S = 50_000
 _BATCH_TIMEOUT_S = 120.0
 _CHUNK_CHARACTERS_PER_S = 3000
 _CHUNKS_A_BATCH = 32
@@ -78,8 +76,7 @@ async def ingest_document(
         RetrievalError: it cannot be stored.
     """
     report("extracting", 0, 1, "files")
-    limit_s = _EXTRACT_TIMEOUT_S + len(data) / _EXTRACT_BYTES_PER_S
-    extracted = await pipeline.workers.run(limit_s, extract, name, kind, data)
+    extracted = await pipeline.workers.run(reading_limit_s(data), extract, name, kind, data)
     pages, entities = await _redact(extracted.pages, pipeline, report)
     if kind != "application/pdf":
         # Only now, so that no page break of ours hides a value from the redaction.

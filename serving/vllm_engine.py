@@ -88,6 +88,7 @@ class VllmEngine:
         self._pending: set[str] = set()
         self._reading: dict[str, _Reading] = {}
         self._speed = PrefillSpeed()
+        self._environment: list[str] = []
 
     async def start(self) -> None:
         self._state = State("starting", "the model is loading")
@@ -113,6 +114,10 @@ class VllmEngine:
             # Its finaliser would shut it down once more, and fail when that happens at the interpreter's end.
             llm.shutdown = _nothing
         await asyncio.to_thread(_end, self._processes)
+        # The next engine may need other values, and must not take these for the user's.
+        for name in self._environment:
+            os.environ.pop(name, None)
+        self._environment = []
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         llm = self._admit(request)
@@ -253,7 +258,7 @@ class VllmEngine:
         _require_vllm()
         check_window(self._folder, self._config.max_model_len)
         self._require_chat_template()
-        _set_environment(self._config, self._folder)
+        self._environment = _set_environment(self._config, self._folder)
         orphans.claim()
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -446,8 +451,8 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _set_environment(config: EngineConfig, folder: ModelFolder) -> None:
-    """vLLM and its children read these; what the user has set stands."""
+def _set_environment(config: EngineConfig, folder: ModelFolder) -> list[str]:
+    """Set what vLLM and its children read, and tell what was set; what the user has set stands."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -465,8 +470,9 @@ def _set_environment(config: EngineConfig, folder: ModelFolder) -> None:
         cores = sorted(os.sched_getaffinity(0))
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_gib or _kv_gib(folder, config.max_model_len))
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    new = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in new})
+    return new
 
 
 def _kv_gib(folder: ModelFolder, max_model_len: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Aggregation: the answer is nowhere written, it is the word that somebody notes most often."""
+"""Aggregation: no single sentence answers; it is the word that stands most often beside a name."""
 
 from __future__ import annotations
 

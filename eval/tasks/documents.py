@@ -1,4 +1,4 @@
-"""Questions over several documents: each tells of the same matters, and only the right document's word counts."""
+"""Questions over several documents, each of which tells one fact."""
 
 from __future__ import annotations
 

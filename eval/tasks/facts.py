@@ -37,7 +37,6 @@ _FACT = {"en": "The access code of the {key} is {value}.", "zh": "{key}的门禁
 _ASK = {"en": "What is the access code of the {key}?", "zh": "{key}的门禁密码是多少?"}
 _LEAD = {"en": "The access code of the {key} is", "zh": "{key}的门禁密码是"}
 _ASK_ALL = {"en": "What are the access codes of the {keys}?", "zh": "{keys}的门禁密码分别是多少?"}
-_LEAD_ALL = {"en": "The access code of the {key} is", "zh": "{key}的门禁密码是"}
 _TICKET = {"en": "One ticket number of the {key} is {value}.", "zh": "{key}的一个工单号是{value}。"}
 _ASK_TICKETS = {"en": "Name all {count} ticket numbers of the {key}.", "zh": "请列出{key}的全部{count}个工单号。"}
 _LEAD_TICKETS = {"en": "One ticket number of the {key} is", "zh": "{key}的一个工单号是"}
@@ -76,8 +75,9 @@ def several(draw: Random, language: Language, questions: int) -> Planted:
             Question(
                 _ASK_ALL[language].format(keys=glue.join(group)),
                 tuple(facts[key] for key in group),
-                _LEAD_ALL[language].format(key=group[0]),
+                _LEAD[language].format(key=group[0]),
                 max_tokens=48,
+                at_once=False,
             )
         )
     return Planted((_sentences(draw, language, facts),), tuple(asked))
@@ -96,6 +96,7 @@ def values(draw: Random, language: Language, questions: int) -> Planted:
             tuple(owned[key]),
             _LEAD_TICKETS[language].format(key=key),
             max_tokens=48,
+            at_once=False,
         )
         for key in keys
     ]

@@ -24,7 +24,7 @@ def hops(draw: Random, language: Language, questions: int) -> Planted:
     sentences += [_CODE[language].format(city=c, value=n) for c, n in zip(places, numbers, strict=True)]
     draw.shuffle(sentences)
     asked = [
-        Question(_ASK[language].format(person=p), (n,), _LEAD[language].format(person=p), max_tokens=40)
+        Question(_ASK[language].format(person=p), (n,), _LEAD[language].format(person=p), max_tokens=40, at_once=False)
         for p, n in zip(persons, numbers, strict=True)
     ]
     return Planted((tuple(sentences),), tuple(asked))

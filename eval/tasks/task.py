@@ -17,6 +17,8 @@ from eval.tasks.words import WORDS, Language
 
 # About what a printed page holds.
 _PARAGRAPHS_A_PAGE = 6
+# In tokens; by any tokenizer, so many paragraphs fill a context.
+_SHORTEST_PARAGRAPH = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class Question:
     """A question with the strings that a right answer contains, all of them.
 
     `lead` is how the answer begins; the model is given it and continues, so that small models, too, answer in form.
+    `at_once`: the next sentence must hold the gold; what a model rambles on to say after it does not count.
     """
 
     text: str
     gold: tuple[str, ...]
     lead: str
     max_tokens: int = 16
+    at_once: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,9 @@ def build_context(
     draw = Random(f"{seed}/{id}")
     planted = task(draw, language, questions)
     titles = draw.sample(WORDS[language]["titles"], len(planted.documents))
-    filler = [paragraph(draw, language) for _ in range(length // 40)]
     # Every document has a share of the filler; the planted sentences have fixed places relative to its size.
     places = [[draw.random() for _ in document] for document in planted.documents]
+    filler = [paragraph(draw, language) for _ in range(length // _SHORTEST_PARAGRAPH)]
 
     def sources(paragraphs: int) -> tuple[Source, ...]:
         texts = zip(planted.documents, places, _shares(filler[:paragraphs], len(planted.documents)), strict=True)

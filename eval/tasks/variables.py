@@ -32,7 +32,13 @@ def variables(draw: Random, language: Language, questions: int) -> Planted:
         firsts.append(_FIRST[language].format(name=first, value=value))
         seconds.append(_NEXT[language].format(name=second, before=first))
         asked.append(
-            Question(_ASK[language].format(name=second), (value,), _LEAD[language].format(name=second), max_tokens=32)
+            Question(
+                _ASK[language].format(name=second),
+                (value,),
+                _LEAD[language].format(name=second),
+                max_tokens=32,
+                at_once=False,
+            )
         )
     draw.shuffle(firsts)
     draw.shuffle(seconds)

@@ -19,6 +19,7 @@ from eval.statistics import (
     McNemar,
     Pair,
     holm,
+    loss,
     mcnemar,
     non_inferiority,
     paired_difference,
@@ -384,6 +385,26 @@ def test_a_score_outside_its_range_is_refused(score: float) -> None:
 
 
 # --- Holm
+
+
+@pytest.mark.parametrize(
+    ("differences", "p"),
+    [
+        pytest.param([0.0] * 7, 1.0, id="no difference"),
+        pytest.param([-1.0] * 7, 1 / 2**7, id="all lost"),
+        pytest.param([1.0] * 7, 1.0, id="all won"),
+        pytest.param([-1.0, 1.0], 0.75, id="one each"),
+        pytest.param([-1.0, -1.0, 0.0], 0.25, id="contexts without a difference tell nothing"),
+    ],
+)
+def test_a_loss_by_hand(differences: list[float], p: float) -> None:
+    pairs = [Pair(str(place), max(0.0, d), max(0.0, -d)) for place, d in enumerate(differences)]
+    assert loss(pairs, 0) == pytest.approx(p)
+
+
+def test_pairs_of_one_context_count_once_as_a_loss() -> None:
+    pairs = [Pair("one", 0.0, 1.0)] * 8
+    assert loss(pairs, 0) == 0.5
 
 
 def test_holm_by_hand() -> None:

@@ -164,8 +164,8 @@ async def test_failed_at_the_last_step(
 async def test_a_file_that_takes_too_long(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Workers()
     jobs = Jobs(replace(pipeline, workers=own))
-    # The process needs longer than this to start.
-    monkeypatch.setattr(pipeline_module, "_EXTRACT_TIMEOUT_S", 0.01)
+    # Importing the parser alone takes the process longer than this.
+    monkeypatch.setattr(pipeline_module, "reading_limit_s", lambda _: 0.01)
     await jobs.start()
     document = await ingested(jobs, text_upload("The pump runs."))
     await jobs.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -192,3 +193,16 @@ def test_the_window_of_a_hub_model_is_its_own_once_it_is_loaded() -> None:
     assert engine._window == 8192
     engine._llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=40_960))
     assert engine._window == 40_960
+
+
+async def test_an_engine_leaves_no_settings_behind_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "_on_cpu", lambda: True)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setenv("DO_NOT_TRACK", "mine")
+    folder = ModelFolder(source="/models/a", name="a", config={"hidden_size": 8})
+    engine = VllmEngine(EngineConfig(kv_gib=3))
+    engine._environment = vllm_engine._set_environment(EngineConfig(kv_gib=3), folder)
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    await engine.stop()
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert os.environ["DO_NOT_TRACK"] == "mine"

