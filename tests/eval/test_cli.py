@@ -6,12 +6,22 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from eval.cli import cli
+
+
+@pytest.fixture(autouse=True)
+def _own_log() -> Iterator[None]:
+    """A command sets up logging for its process, on a standard error that is gone when it ends."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.mark.parametrize(
