@@ -203,7 +203,7 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         id=f"ask-{uuid.uuid4().hex}",
         salt=_salt(ask, documents, services),
         sampling=Sampling(max_tokens=max_tokens),
-        prefill="exact" if ask.acceleration == "off" else "auto",
+        prefill="exact",
     )
     names = {document.id: document.name for document in documents}
     context = Context(

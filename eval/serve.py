@@ -80,7 +80,7 @@ class EngineServer:
             id=f"eval-{uuid.uuid4().hex}",
             salt=salt,
             sampling=Sampling(max_tokens=max_tokens, logprobs=logprobs),
-            prefill="auto" if arm.accelerated else "exact",
+            prefill="sparse" if arm.accelerated else "exact",
         )
         try:
             if arm.warm:

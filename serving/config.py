@@ -15,7 +15,8 @@ class EngineConfig:
     """None means: chosen from the machine and the model at start.
 
     `kv_gib` is the size of the KV cache in GiB (CPU) or None for vLLM's share of the card's memory (GPU);
-    `token_budget` the most prompt tokens of one engine step; `engine_args` goes to vLLM as it is.
+    `token_budget` the most prompt tokens of one engine step; `engine_args` goes to vLLM as it is. `acceleration` makes
+    sparse prefill available to requests that ask for it.
     """
 
     model: str = PACKAGED
@@ -26,4 +27,5 @@ class EngineConfig:
     max_pending: int = 32
     max_running: int = 16
     log_level: str = "ERROR"
+    acceleration: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
 PrefillPath = Literal["warm", "sparse", "exact", "unknown"]
+PrefillMode = Literal["exact", "sparse"]
 Phase = Literal["starting", "ready", "restarting", "down", "stopped"]
 
 
@@ -39,8 +40,10 @@ class Sampling:
 class Request:
     """A prompt as token ids, and how to serve it.
 
-    `salt` separates cache namespaces: blocks are shared only between requests of one salt.
-    `dense_from` is the first token that must attend to everything whatever the prefill mode.
+    `salt` separates cache namespaces: blocks are shared only between requests of one salt. Requests of different
+    `prefill` or `selector` must not share one, for their blocks differ. `selector` tells how sparse prefill chooses what
+    to read, in the engine's own notation; None is the engine's default. `dense_from` is the first token that attends to
+    everything whatever the mode; None leaves it to the engine.
     """
 
     prompt: Sequence[int]
@@ -48,18 +51,27 @@ class Request:
     salt: str
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0
-    prefill: Literal["auto", "exact"] = "auto"
+    prefill: PrefillMode = "exact"
+    selector: str | None = None
     dense_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """How the prompt was read. What the engine does not know is None, or `unknown`."""
+    """How the prompt was read. What the engine does not know is None, or `unknown`.
+
+    `density` is the share of the pages of the cache that attention read, of all that it would read if it were exact:
+    `kept_pages` of `total_pages`, over layers, heads and queries. `selector_s` is the time spent on choosing them.
+    `fallback_reason` says why a prompt that was to be read sparsely was not.
+    """
 
     prompt_tokens: int
     cached_tokens: int | None = None
     path: PrefillPath = "unknown"
     density: float | None = None
+    kept_pages: int | None = None
+    total_pages: int | None = None
+    selector_s: float | None = None
     fallback_reason: str | None = None
 
 
@@ -131,7 +143,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine honours. What is missing is shown as null to the user."""
+    """What an engine honours. What is missing is shown as null to the user.
+
+    `selector` is the default of `Request.selector` in full, or None when there is no sparse prefill.
+    """
 
     model: str
     cached_tokens: bool
@@ -139,6 +154,7 @@ class Capabilities:
     logprobs: bool
     sparse: bool
     progress: bool
+    selector: str | None = None
 
 
 def exact_path(prompt_tokens: int, cached_tokens: int) -> PrefillPath:
