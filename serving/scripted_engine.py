@@ -18,6 +18,7 @@ from serving.engine import (
     Message,
     Plan,
     Prefill,
+    PrefillPath,
     Progress,
     Request,
     State,
@@ -34,7 +35,11 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How the engine behaves: seconds to the first text, seconds between pieces, and the pieces themselves."""
+    """How the engine behaves: seconds to the first text, seconds between pieces, and the pieces themselves.
+
+    With a `selector` it offers sparse prefill, which reads the share `density` of all pages and takes that share of the
+    time; with a `fallback_reason` it offers it and reads exactly all the same.
+    """
 
     answer: tuple[str, ...] = ("The documents ", "do not ", "say.")
     first_token_s: float = 0.0
@@ -42,6 +47,9 @@ class Script:
     seconds_per_token: float = 0.0
     window: int = 8192
     max_pending: int = 32
+    selector: str | None = None
+    density: float = 0.25
+    fallback_reason: str | None = None
 
 
 @dataclass
@@ -86,16 +94,15 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         self._admit(request)
         prefill = self._read(request)
-        seconds = self.script.first_token_s + self.script.seconds_per_token * (
-            prefill.prompt_tokens - (prefill.cached_tokens or 0)
-        )
+        seconds = self.script.first_token_s + self._seconds(prefill)
         pieces = self._queue.pop(0) if self._queue else self.script.answer
         pieces, cut = pieces[: request.sampling.max_tokens], len(pieces) > request.sampling.max_tokens
         self._running[request.id] = Progress(True, prefill.cached_tokens or 0, prefill.prompt_tokens)
         try:
             await self._sleep(seconds)
             self._cache.add(request.salt, request.prompt)
-            self._speed.observe(prefill.prompt_tokens - (prefill.cached_tokens or 0), 0, seconds)
+            if request.prefill == "exact":
+                self._speed.observe(prefill.prompt_tokens - (prefill.cached_tokens or 0), 0, seconds)
             for number, piece in enumerate(pieces, start=1):
                 if number > 1:
                     await self._sleep(self.script.gap_s)
@@ -115,7 +122,7 @@ class ScriptedEngine:
     async def prefill(self, request: Request) -> Prefill:
         self._admit(request)
         prefill = self._read(request)
-        await self._sleep(self.script.seconds_per_token * (prefill.prompt_tokens - (prefill.cached_tokens or 0)))
+        await self._sleep(self._seconds(prefill))
         self._cache.add(request.salt, request.prompt)
         return prefill
 
@@ -125,11 +132,9 @@ class ScriptedEngine:
     def plan(self, request: Request) -> Plan:
         cached = self._cache.cached_tokens(request.salt, request.prompt)
         computed = len(request.prompt) - cached
-        return Plan(
-            path=exact_path(len(request.prompt), cached),
-            tokens_to_compute=computed,
-            eta_s=self._speed.estimate(computed, cached),
-        )
+        path, density = self._path(request, cached)
+        exact_s = self._speed.estimate(computed, cached)
+        return Plan(path, tokens_to_compute=computed, eta_s=None if exact_s is None else exact_s * density)
 
     def count_tokens(self, text: str) -> int:
         return len(_TOKEN.findall(text))
@@ -154,7 +159,15 @@ class ScriptedEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities("scripted", cached_tokens=True, salts=True, logprobs=False, sparse=False, progress=True)
+        return Capabilities(
+            "scripted",
+            cached_tokens=True,
+            salts=True,
+            logprobs=False,
+            sparse=self.script.selector is not None,
+            progress=True,
+            selector=self.script.selector,
+        )
 
     def _token(self, word: str) -> int:
         token = self._vocabulary.setdefault(word, len(self._vocabulary))
@@ -173,7 +186,30 @@ class ScriptedEngine:
 
     def _read(self, request: Request) -> Prefill:
         cached = self._cache.cached_tokens(request.salt, request.prompt)
-        return Prefill(len(request.prompt), cached, exact_path(len(request.prompt), cached), 1.0)
+        path, density = self._path(request, cached)
+        total = (len(request.prompt) - cached) // _BLOCK
+        return Prefill(
+            len(request.prompt),
+            cached,
+            path,
+            density,
+            kept_pages=round(density * total),
+            total_pages=total,
+            selector_s=0.0,
+            fallback_reason=self.script.fallback_reason if request.prefill == "sparse" else None,
+        )
+
+    def _path(self, request: Request, cached: int) -> tuple[PrefillPath, float]:
+        """How a request is read, and the share of the pages that it reads."""
+        path = exact_path(len(request.prompt), cached)
+        accelerated = request.prefill == "sparse" and self.script.selector is not None
+        if path == "warm" or not accelerated or self.script.fallback_reason is not None:
+            return path, 1.0
+        return "sparse", self.script.density
+
+    def _seconds(self, prefill: Prefill) -> float:
+        computed = prefill.prompt_tokens - (prefill.cached_tokens or 0)
+        return self.script.seconds_per_token * computed * (prefill.density or 1.0)
 
     async def _sleep(self, seconds: float) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -121,6 +122,33 @@ async def test_plan_learns_what_is_cached_and_how_fast_it_reads() -> None:
     fresh = engine.plan(request(salt="other"))
     assert (fresh.path, fresh.tokens_to_compute) == ("exact", 40)
     assert fresh.eta_s == pytest.approx(0.04, rel=0.05)
+
+
+async def test_sparse_prefill_reads_less_and_takes_less() -> None:
+    engine = await started(Script(seconds_per_token=0.001, selector="alpha:0.02", density=0.25))
+    assert (engine.capabilities.sparse, engine.capabilities.selector) == (True, "alpha:0.02")
+    exact = await engine.prefill(request(length=64))
+    assert (exact.path, exact.density, exact.kept_pages, exact.total_pages) == ("exact", 1.0, 4, 4)
+    await collect(engine.generate(request(length=64, salt="timed")))
+    asked = replace(request(length=64, salt="sparse"), prefill="sparse")
+    plan = engine.plan(asked)
+    assert plan.path == "sparse"
+    assert plan.eta_s == pytest.approx(0.016, rel=0.2)
+    sparse = await engine.prefill(asked)
+    assert (sparse.path, sparse.density, sparse.kept_pages, sparse.total_pages) == ("sparse", 0.25, 1, 4)
+    assert (await engine.prefill(asked)).path == "warm"
+
+
+@pytest.mark.parametrize(
+    ("selector", "reason"), [(None, None), ("alpha:0.02", "short prompt")], ids=["not offered", "a fallback"]
+)
+async def test_what_cannot_be_read_sparsely_is_read_exactly(selector: str | None, reason: str | None) -> None:
+    engine = await started(Script(selector=selector, fallback_reason=reason))
+    asked = replace(request(), prefill="sparse")
+    assert engine.plan(asked).path == "exact"
+    prefill = await engine.prefill(asked)
+    assert (prefill.path, prefill.density, prefill.fallback_reason) == ("exact", 1.0, reason)
+    assert (await engine.prefill(request(salt="other"))).fallback_reason is None
 
 
 async def test_prefill_gives_no_text_but_fills_the_cache() -> None:
