@@ -49,6 +49,7 @@ class Settings(BaseSettings):
     kv_gib: int | None = Field(
         None, ge=1, description="KV cache on CPU in GiB; default at most a quarter of free memory"
     )
+    acceleration: bool = Field(True, description="`off` keeps sparse prefill out of the engine")
     max_pending: int = Field(32, ge=1, description="questions in work or waiting before new ones get 429")
     max_running: int = Field(16, ge=1, description="questions the engine works on at once")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="JSON object passed to vLLM as it is")
@@ -99,6 +100,7 @@ class Settings(BaseSettings):
             max_pending=self.max_pending,
             max_running=self.max_running,
             log_level=self.engine_log_level,
+            acceleration=self.acceleration,
             engine_args=self.engine_args,
         )
 

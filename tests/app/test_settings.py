@@ -34,7 +34,14 @@ def test_an_override_that_is_none_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PORT", "many"), ("PORT", "70000"), ("ENGINE", "magic"), ("RETRIEVE_SHARE", "2"), ("ENGINE_ARGS", "{broken")],
+    [
+        ("PORT", "many"),
+        ("PORT", "70000"),
+        ("ENGINE", "magic"),
+        ("ACCELERATION", "maybe"),
+        ("RETRIEVE_SHARE", "2"),
+        ("ENGINE_ARGS", "{broken"),
+    ],
 )
 def test_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"FOREWORD_{name}", value)
@@ -64,6 +71,15 @@ def test_an_unknown_name_in_the_file_is_named(tmp_path: Path, monkeypatch: pytes
 )
 def test_a_service_is_reached_where_it_listens(host: str, url: str) -> None:
     assert local_url(host, 8000) == url
+
+
+@pytest.mark.parametrize(("value", "available"), [(None, True), ("on", True), ("off", False)])
+def test_acceleration_is_available_unless_it_is_off(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, available: bool
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("FOREWORD_ACCELERATION", value)
+    assert load_settings().engine_config.acceleration is available
 
 
 def test_settings_are_frozen() -> None:
