@@ -11,12 +11,12 @@ import hmac
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Literal
 
 from app.citations import Citation, Evidence, cite
-from app.prompt import VERSION, Excerpt, Source, build_messages
+from app.prompt import VERSION, Excerpt, Source, build_messages, question_start
 from app.services import Services
 from retrieval.catalogue import READABLE, Document, StoredPage
 from retrieval.search import Section, search
@@ -144,13 +144,14 @@ Event = Context | Reading | Token | Citations | Done
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A question whose prompt is ready to be sent."""
+    """A question whose prompt is ready to be sent; `alone` is one that waits for its turn."""
 
     question: str
     request: Request
     context: Context
     evidence: tuple[Evidence, ...]
     received: float
+    alone: bool
     timings: Timings = field(default_factory=Timings)
 
 
@@ -201,10 +202,15 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
     request = Request(
         prompt=prompt,
         id=f"ask-{uuid.uuid4().hex}",
-        salt=_salt(ask, documents, services),
+        # A namespace that nobody else has holds nothing to be read from the cache.
+        salt=uuid.uuid4().hex,
         sampling=Sampling(max_tokens=max_tokens),
-        prefill="exact",
+        dense_from=await asyncio.to_thread(
+            question_start, prompt, build_messages([], question), services.engine.render_chat
+        ),
     )
+    alone = ask.acceleration == "off"
+    request, plan = (request, services.engine.plan(request)) if alone else _soonest(request, documents, services)
     names = {document.id: document.name for document in documents}
     context = Context(
         mode="whole" if whole else "retrieve",
@@ -213,14 +219,14 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
             PassageUsed(s.document, names[s.document], s.page, round(s.score, 4), s.tokens) for s in sections
         ),
         prompt_tokens=len(prompt),
-        plan=services.engine.plan(request),
+        plan=plan,
     )
     evidence = (
         _whole_evidence(documents, pages)
         if whole
         else await asyncio.to_thread(_section_evidence, names, sections, services)
     )
-    return Prepared(question, request, context, tuple(evidence), received, timings)
+    return Prepared(question, request, context, tuple(evidence), received, alone, timings)
 
 
 async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event, None]:
@@ -255,7 +261,7 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     yield Citations(tuple(await asyncio.to_thread(cite, text, prepared.question, prepared.evidence)))
     timings.total = time.perf_counter() - prepared.received
     usage = Usage(prefill.prompt_tokens, tokens, prefill.prompt_tokens + tokens)
-    services.metrics.answered(prefill.path, timings.ttft, timings.total)
+    services.metrics.answered(prefill, timings.ttft, timings.total)
     yield Done(text, finish_reason, usage, timings, prefill)
 
 
@@ -291,7 +297,7 @@ async def _with_progress(
 async def _in_turn(prepared: Prepared, sending: _Sending, services: Services) -> AsyncGenerator[Delta, None]:
     """The engine's deltas, from when it is the request's turn."""
     _require_free_engine(services)
-    async with services.turn(prepared.request):
+    async with services.turn(alone=prepared.alone):
         sending.sent = time.perf_counter()
         deltas = services.engine.generate(prepared.request)
         async with contextlib.aclosing(deltas):  # type: ignore[type-var]
@@ -427,9 +433,22 @@ def _section_evidence(names: dict[str, str], sections: Sequence[Section], servic
     return [Evidence(s.document, names[s.document], s.page, labels[s.document, s.page], s.text) for s in sections]
 
 
-def _salt(ask: Ask, documents: Sequence[Document], services: Services) -> str:
-    """The cache namespace: keyed, so that nobody can guess it, and fresh when nothing may be read from the cache."""
-    if ask.acceleration == "off":
-        return uuid.uuid4().hex
-    parts = "\n".join([VERSION, services.engine.capabilities.model, "exact", *(d.id for d in documents)])
+def _soonest(request: Request, documents: Sequence[Document], services: Services) -> tuple[Request, Plan]:
+    """The request as it is read sooner by the engine's own estimate; exact when there is no telling."""
+    engine = services.engine
+    exact = replace(request, salt=_salt("exact", documents, services))
+    exact_plan = engine.plan(exact)
+    if not engine.capabilities.sparse:
+        return exact, exact_plan
+    how = f"sparse {engine.capabilities.selector}"
+    sparse = replace(request, prefill="sparse", salt=_salt(how, documents, services))
+    sparse_plan = engine.plan(sparse)
+    if exact_plan.eta_s is None or sparse_plan.eta_s is None or sparse_plan.eta_s >= exact_plan.eta_s:
+        return exact, exact_plan
+    return sparse, sparse_plan
+
+
+def _salt(how: str, documents: Sequence[Document], services: Services) -> str:
+    """The cache namespace of documents that are read in this way: keyed, so that nobody can guess it."""
+    parts = "\n".join([VERSION, services.engine.capabilities.model, how, *(d.id for d in documents)])
     return hmac.new(services.key, parts.encode(), sha256).hexdigest()

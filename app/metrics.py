@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from serving.engine import Prefill
+
 _TTFT_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 _INGEST_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900)
 
@@ -13,6 +15,16 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._answers = Counter("foreword_answers", "Answers by how their prompt was read", ["path"], registry=registry)
+        self._fallbacks = Counter(
+            "foreword_fallbacks", "Prompts that were to be read sparsely and were not", ["reason"], registry=registry
+        )
+        self._kept_pages = Counter("foreword_kept_pages", "Pages of the cache that prefill read", registry=registry)
+        self._total_pages = Counter(
+            "foreword_total_pages", "Pages of the cache that prefill would have read if exact", registry=registry
+        )
+        self._selector = Counter(
+            "foreword_selector_seconds", "Time that prefill spent on choosing pages", registry=registry
+        )
         self._failures = Counter(
             "foreword_failures", "Requests that failed, by error type", ["type"], registry=registry
         )
@@ -27,11 +39,17 @@ class Metrics:
             "foreword_ingest_seconds", "Ingests by final status", ["status"], buckets=_INGEST_BUCKETS, registry=registry
         )
 
-    def answered(self, path: str, ttft: float | None, total: float) -> None:
-        self._answers.labels(path).inc()
+    def answered(self, prefill: Prefill, ttft: float | None, total: float) -> None:
+        """Count an answer; what is not known of it counts as nothing."""
+        self._answers.labels(prefill.path).inc()
         self._total.observe(total)
         if ttft is not None:
-            self._ttft.labels(path).observe(ttft)
+            self._ttft.labels(prefill.path).observe(ttft)
+        if prefill.fallback_reason is not None:
+            self._fallbacks.labels(prefill.fallback_reason).inc()
+        self._kept_pages.inc(prefill.kept_pages or 0)
+        self._total_pages.inc(prefill.total_pages or 0)
+        self._selector.inc(prefill.selector_s or 0.0)
 
     def failed(self, type: str) -> None:
         self._failures.labels(type).inc()

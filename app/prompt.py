@@ -7,13 +7,14 @@ delimiter early is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from serving.engine import Message
 
 # What stands between the documents, which a cache may hold, and the question, which is new.
 QUESTION = "\n\nQuestion: "
+_END = "</document>"
 
 # Part of every cache namespace: prompts of another layout must not meet these blocks.
 VERSION = "1"
@@ -47,10 +48,33 @@ def build_messages(sources: Sequence[Source], question: str) -> list[Message]:
     return [Message("system", SYSTEM), Message("user", f"{documents}{QUESTION}{question.strip()}")]
 
 
+def question_start(
+    prompt: Sequence[int], messages: Sequence[Message], render: Callable[[Sequence[Message]], Sequence[int]]
+) -> int:
+    """A token of the prompt that is the first of the question part, or a little before it.
+
+    Args:
+        prompt: the rendered chat.
+        messages: the chat as `build_messages` makes it, with the documents or with none.
+        render: the engine's `render_chat`.
+    """
+    # Documents are not tokenised once more. What comes before them is counted as well, which puts the position earlier
+    # by as much and leaves room for a token that holds a document's end and the mark.
+    return max(0, len(prompt) - len(render([_without_documents(message) for message in messages])))
+
+
+def _without_documents(message: Message) -> Message:
+    if message.role != "user" or message.content.startswith(QUESTION):
+        return message
+    # No document can hold an end, so the first one with the mark after it is that of the last document.
+    _, _, question = message.content.partition(_END + QUESTION)
+    return replace(message, content=QUESTION + question)
+
+
 def _document(number: int, source: Source) -> str:
     name = _escape(source.name).replace('"', "&quot;").replace("\n", " ")
     pages = "\n".join(f"[page {excerpt.page}]\n{_escape(excerpt.text.strip())}" for excerpt in source.excerpts)
-    return f'<document id="{number}" name="{name}">\n{pages}\n</document>'
+    return f'<document id="{number}" name="{name}">\n{pages}\n{_END}'
 
 
 def _escape(text: str) -> str:

@@ -27,7 +27,7 @@ from retrieval.catalogue import Catalogue
 from retrieval.embed import Embedder
 from retrieval.errors import StorageFailed
 from retrieval.vectors import Vectors
-from serving.engine import Engine, Request
+from serving.engine import Engine
 from serving.scripted_engine import Script, ScriptedEngine
 from serving.supervisor import SupervisedEngine
 from serving.vllm_engine import VllmEngine
@@ -78,7 +78,7 @@ class Services:
     metrics: Metrics
     registry: CollectorRegistry
     lock: IO[str]
-    _exact: Turns = field(default_factory=Turns)
+    _alone: Turns = field(default_factory=Turns)
 
     async def start(self, *, with_engine: bool = True) -> None:
         """Load the small models, then begin to work on uploads and load the engine.
@@ -115,14 +115,14 @@ class Services:
         """
         return self._stored_collection(typed)
 
-    def turn(self, request: Request) -> contextlib.AbstractAsyncContextManager[None]:
-        """Requests that must not be accelerated are served one at a time; the others at once."""
-        return self._exact.one() if request.prefill == "exact" else contextlib.nullcontext()
+    def turn(self, *, alone: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        """Questions that are to be answered alone come one after another; the others at once."""
+        return self._alone.one() if alone else contextlib.nullcontext()
 
     @property
     def pending(self) -> int:
         """Questions that the engine works on, and those that wait for their turn before it."""
-        return self.engine.stats.pending + self._exact.waiting
+        return self.engine.stats.pending + self._alone.waiting
 
     @cached_property
     def _redactor(self) -> Redactor:

@@ -9,15 +9,18 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from app.answer import Ask, Context, Event, Prepared, Token, answer, prepare_answer
+from app.metrics import Metrics
 from retrieval.catalogue import Document
-from serving.engine import Message, State
+from serving.engine import Message, Prefill, State
 from serving.errors import EngineDied
+from serving.prefill_speed import PrefillSpeed
 from tests.conftest import Service
 from tests.documents import Report
 
@@ -49,6 +52,12 @@ def _scripted(service: Service, **changes: Any) -> Iterator[None]:
 
 async def _prepared(service: Service, ask: Ask) -> Prepared:
     return await prepare_answer(ask, service.services, time.perf_counter())
+
+
+async def _read_exactly(service: Service, document: str) -> None:
+    """Give the engine an idea of how long it takes to read this document."""
+    with _scripted(service, seconds_per_token=1e-4):
+        await service.ask("How fast is it read?", documents=[document], acceleration="off")
 
 
 async def _next(events: AsyncIterator[Event]) -> Event:
@@ -136,6 +145,77 @@ async def test_acceleration_off_reads_nothing_from_the_cache(service: Service) -
     salts = [request.salt for request in service.engine.requests[-2:]]
     assert salts[0] != salts[1]
     assert service.engine.requests[-1].prefill == "exact"
+
+
+SPARSE = {"selector": "alpha:0.02", "seconds_per_token": 1e-4}
+
+
+async def test_a_prompt_is_read_sparsely_where_that_is_sooner(service: Service) -> None:
+    id = await service.upload("wide.txt", b"The fourth boat is called Heron. " * 40, collection="wide")
+    await _read_exactly(service, id)
+    with _scripted(service, **SPARSE):
+        body = (await service.ask("What is it called?", documents=[id])).json()
+    request = service.engine.requests[-1]
+    assert request.prefill == "sparse"
+    assert body["context"]["plan"]["path"] == body["prefill"]["path"] == "sparse"
+    assert body["prefill"]["density"] == 0.25
+    assert 0 < body["prefill"]["kept_pages"] < body["prefill"]["total_pages"]
+    assert body["prefill"]["fallback_reason"] is None
+    assert request.dense_from is not None
+    assert "Question: What is it called?" in service.engine.decode(request.prompt[request.dense_from :])
+    assert "Heron" in service.engine.decode(request.prompt[: request.dense_from])
+
+
+@pytest.mark.parametrize(
+    ("changes", "acceleration"),
+    [
+        pytest.param({"selector": None}, "auto", id="no sparse prefill"),
+        pytest.param({**SPARSE, "density": 1.0}, "auto", id="no sooner"),
+        pytest.param({**SPARSE, "density": 2.0}, "auto", id="later"),
+        pytest.param(SPARSE, "off", id="no acceleration"),
+    ],
+)
+async def test_a_prompt_is_read_exactly_otherwise(
+    service: Service, changes: dict[str, Any], acceleration: Literal["auto", "off"]
+) -> None:
+    id = await service.upload("narrow.txt", b"The fifth boat is called Egret. " * 40, collection="narrow")
+    await _read_exactly(service, id)
+    ask = Ask("What is it called?", documents=(id,), acceleration=acceleration)
+    with _scripted(service, **changes):
+        prepared = await _prepared(service, ask)
+    assert (prepared.request.prefill, prepared.context.plan.path) == ("exact", "exact")
+    assert prepared.alone == (acceleration == "off")
+
+
+async def test_a_prompt_is_read_exactly_without_an_estimate(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    id = await service.upload("first.txt", b"The sixth boat is called Stilt. " * 40, collection="first")
+    monkeypatch.setattr(service.engine, "_speed", PrefillSpeed())
+    with _scripted(service, **SPARSE):
+        prepared = await _prepared(service, Ask("What is it called?", documents=(id,)))
+    assert (prepared.request.prefill, prepared.context.plan.eta_s) == ("exact", None)
+
+
+async def test_modes_and_selectors_share_no_cache(service: Service) -> None:
+    id = await service.upload("apart.txt", b"The seventh boat is called Crane. " * 40, collection="apart")
+    ask = Ask("What is it called?", documents=(id,))
+    await _read_exactly(service, id)
+    salts = []
+    for selector in (None, "alpha:0.02", "alpha:0.05", "alpha:0.02", None):
+        with _scripted(service, **{**SPARSE, "selector": selector}):
+            salts.append((await _prepared(service, ask)).request.salt)
+    assert len(set(salts)) == 3
+    assert salts[:2] == salts[:2:-1]
+
+
+async def test_documents_that_were_read_sparsely_are_found_in_the_cache(service: Service) -> None:
+    id = await service.upload("again.txt", b"The eighth boat is called Avocet. " * 40, collection="again")
+    await _read_exactly(service, id)
+    with _scripted(service, **SPARSE):
+        paths = [
+            (await service.ask(question, documents=[id])).json()["prefill"]["path"]
+            for question in ("What is it called?", "And what is that?")
+        ]
+    assert paths == ["sparse", "warm"]
 
 
 @pytest.mark.parametrize(
@@ -383,6 +463,26 @@ async def test_metrics_count_answers_and_failures(service: Service, report_id: s
     assert 'foreword_answers_total{path="exact"}' in text
     assert 'foreword_failures_total{type="unknown_document"}' in text
     assert "foreword_ttft_seconds_bucket" in text
+
+
+async def test_metrics_count_what_was_read_sparsely_and_what_was_not(service: Service) -> None:
+    def value(name: str, **labels: str) -> float:
+        return service.services.registry.get_sample_value(name, labels) or 0.0
+
+    id = await service.upload("counted.txt", b"The ninth boat is called Dunlin. " * 40, collection="counted")
+    await _read_exactly(service, id)
+    names = ("foreword_kept_pages_total", "foreword_total_pages_total")
+    before = [value(name) for name in names]
+    with _scripted(service, **SPARSE):
+        prefill = (await service.ask("What is it called?", documents=[id])).json()["prefill"]
+    kept, total = (value(name) - old for name, old in zip(names, before, strict=True))
+    assert (kept, total) == (prefill["kept_pages"], prefill["total_pages"])
+    metrics = Metrics(registry := CollectorRegistry())
+    metrics.answered(Prefill(10, 0, "exact", fallback_reason="short prompt", selector_s=0.5), None, 1.0)
+    metrics.answered(Prefill(10), None, 1.0)
+    assert registry.get_sample_value("foreword_fallbacks_total", {"reason": "short prompt"}) == 1
+    assert registry.get_sample_value("foreword_selector_seconds_total") == 0.5
+    assert registry.get_sample_value("foreword_answers_total", {"path": "unknown"}) == 1
 
 
 async def test_health_is_bare(service: Service) -> None:

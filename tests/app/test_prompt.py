@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
-from app.prompt import SYSTEM, Excerpt, Source, build_messages
+from app.prompt import QUESTION, SYSTEM, Excerpt, Source, build_messages, question_start
+from serving.config import EngineConfig
+from serving.engine import Message
+from serving.scripted_engine import ScriptedEngine
+from serving.vllm_engine import VllmEngine
+
+Render = Callable[[Sequence[Message]], list[int]]
+Decode = Callable[[Sequence[int]], str]
 
 REPORT = Source("report.pdf", (Excerpt(3, "The mast is red.\n"), Excerpt(7, "The sail is white.")))
 
@@ -43,3 +52,48 @@ def test_text_cannot_leave_its_document(text: str) -> None:
 def test_a_name_cannot_leave_its_attribute() -> None:
     content = build_messages([Source('a" onload="b\n</document>', (Excerpt(1, "x"),))], "Why?")[1].content
     assert content.splitlines()[0] == '<document id="1" name="a&quot; onload=&quot;b &lt;/document>">'
+
+
+# --- where the question begins ---
+
+
+@pytest.fixture(scope="module", params=["scripted", "packaged"])
+def tokenizer(request: pytest.FixtureRequest) -> tuple[Render, Decode]:
+    """A tokenizer of few rules, and the default model's own."""
+    if request.param == "scripted":
+        scripted = ScriptedEngine()
+        return scripted.render_chat, scripted.decode
+    engine = VllmEngine(EngineConfig())
+    return engine.render_chat, engine._tokenizer.decode
+
+
+QUESTIONS = [
+    pytest.param("Why?", id="short"),
+    pytest.param("桅杆是什么颜色的？ 🛶", id="other scripts"),
+    pytest.param("!?\n\n...", id="marks"),
+    pytest.param(f"Why?{QUESTION}How?", id="a mark in it"),
+    pytest.param(f"Why?\n</document>{QUESTION}How?", id="an end in it"),
+    pytest.param("What does each of the many sails look like? " * 40, id="long"),
+]
+ENDS = ["The mast is red.", "x\n\n", "a</document>\n\nQuestion: b", "红", ">", ""]
+
+
+@pytest.mark.parametrize("lead", [None, "The mast is"], ids=["no lead", "a lead"])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_question_is_all_after_its_start(tokenizer: tuple[Render, Decode], question: str, lead: str | None) -> None:
+    render, decode = tokenizer
+    begun = [] if lead is None else [Message("assistant", lead)]
+    for end in ENDS:
+        source = Source("log.txt", (Excerpt(1, "The wind was north. " * 200), Excerpt(2, end)))
+        messages = [*build_messages([source], question), *begun]
+        prompt = render(messages)
+        start = question_start(prompt, messages, render)
+        assert QUESTION + question.strip() in decode(prompt[start:])
+        # Nearly all of the documents come before it.
+        assert decode(prompt[:start]).count("The wind was north.") > 180
+        assert start == question_start(prompt, [*build_messages([], question), *begun], render)
+
+
+def test_a_question_about_nothing_begins_with_the_prompt() -> None:
+    messages, render = build_messages([], "Why?"), ScriptedEngine().render_chat
+    assert question_start(render(messages), messages, render) == 0
