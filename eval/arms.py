@@ -1,7 +1,8 @@
 """Arms: named ways to serve the same prompts. The first arm of a run is the control.
 
 An arm is written as a name and, after plus signs, what differs: `exact`, `warm+chunk=2048`, `exact+quant=fp8`,
-`exact+url=http://127.0.0.1:8100`. Arms that need the same engine share one, in one process, on the same weights.
+`exact+url=http://127.0.0.1:8100`, `sparse+select=alpha:0.02/tile=128`. Arms that need the same engine share one, in one
+process, on the same weights.
 """
 
 from __future__ import annotations
@@ -51,19 +52,22 @@ class Variant:
 class Arm:
     """One way to serve prompts.
 
-    `warm`: the prompt without its question is read before the clock starts. `accelerated`: the service's own choice
-    of prefill, else exact. `keep` is the share of each document that the model is given; below 1 the arm is broken on
-    purpose, so that the measures can be seen to notice.
+    `warm`: the prompt without its question is read before the clock starts. `accelerated`: sparse prefill, else exact;
+    `selector` is then how it chooses what to read, in the engine's notation; None is the engine's default. `keep` is
+    the share of each document that the model is given; below 1 the arm is broken on purpose, so that the measures can
+    be seen to notice.
     """
 
     name: str
     variant: Variant = field(default_factory=Variant)
     warm: bool = False
     accelerated: bool = False
+    selector: str | None = None
     keep: float = 1.0
 
 
 _KEYS = ("chunk", "kv", "quant", "dtype", "model", "url")
+_SELECT = "select"
 _NAMED: Mapping[str, Arm] = {
     "exact": Arm("exact"),
     # The same as `exact` under another name: what differs between the two is the noise of the measurement.
@@ -122,10 +126,16 @@ def _parse_arm(text: str) -> Arm:
     given: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in _KEYS or not value or key in given:
-            known = ", ".join(f"{name}=..." for name in _KEYS)
+        if key not in (*_KEYS, _SELECT) or not value or key in given:
+            known = ", ".join(f"{name}=..." for name in (*_KEYS, _SELECT))
             raise BadArms(f"the arm {text!r} has the setting {setting!r}; use each of {known} at most once")
         if key == "chunk" and not (value.isdigit() and int(value)):
             raise BadArms(f"the arm {text!r} has chunk={value!r}; give the tokens of a step, such as chunk=512")
         given[key] = int(value) if key == "chunk" else value
-    return replace(_NAMED[name], name=text, variant=Variant(**given))
+    named, selector = _NAMED[name], given.pop(_SELECT, None)
+    if selector is not None:
+        if not named.accelerated:
+            raise BadArms(f"the arm {text!r} reads exactly and has nothing to select; write 'sparse+select=...'")
+        # The engine's notation has commas, which separate arms.
+        selector = selector.replace("/", ",")
+    return replace(named, name=text, variant=Variant(**given), selector=selector)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True)
 
-_ARMS = "The control first: exact, again, warm, sparse, half; with settings as in exact+chunk=256."
+_ARMS = (
+    "The control first: exact, again, warm, sparse, half; with settings as in exact+chunk=256 or "
+    "sparse+select=alpha:0.02."
+)
 Arms = Annotated[str, typer.Option(help=_ARMS)]
 Seed = Annotated[int, typer.Option(help="Decides every prompt.")]
 Out = Annotated[Path | None, typer.Option(help="File for the results (JSON lines); it must not exist yet.")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -129,7 +130,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One task, language and length of a comparison; `p` is Holm-adjusted, and small where the arm has lost."""
+    """One task, language and length of a comparison; `p` is Holm-adjusted, and small where the arm has lost.
+
+    `density` is the arm's mean over the first questions, which read their contexts; None where it is not told.
+    """
 
     name: str
     control: float
@@ -138,11 +142,15 @@ class Bucket:
     mcnemar: McNemar
     p: float
     informative: bool
+    density: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One arm against the control. `verdict` pools the informative buckets; it is None when there is none."""
+    """One arm against the control. `verdict` pools the informative buckets; it is None when there is none.
+
+    `fallbacks` counts the arm's prompts that were to be read sparsely and were not, by reason.
+    """
 
     arm: str
     control: str
@@ -153,6 +161,7 @@ class Comparison:
     same_first_token: float | None
     first_token_kl: float | None
     largest_kl: float | None
+    fallbacks: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,12 +387,14 @@ def _compare(
         same_first_token=fmean(first.top1 for first in firsts) if firsts else None,
         first_token_kl=fmean(first.kl for first in firsts) if firsts else None,
         largest_kl=max((first.kl for first in firsts), default=None),
+        fallbacks=dict(Counter(t.served.fallback_reason for t in treated.values() if t.served.fallback_reason)),
     )
 
 
 def _bucket(name: str, both: Sequence[tuple[Answer, Answer]], suite: Suite, seed: int) -> Bucket:
     pairs = [_pair(*pair) for pair in both]
     control = fmean(pair.control for pair in pairs)
+    densities = [t.served.density for _, t in both if t.question == 0 and t.served.density is not None]
     return Bucket(
         name=name,
         control=control,
@@ -392,6 +403,7 @@ def _bucket(name: str, both: Sequence[tuple[Answer, Answer]], suite: Suite, seed
         mcnemar=mcnemar(pairs),
         p=loss(pairs, seed),
         informative=control >= suite.informative,
+        density=fmean(densities) if densities else None,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.prompt import Excerpt, Source, build_messages
+from app.prompt import Excerpt, Source, build_messages, question_start
 from eval.arms import Arm, Variant
 from eval.errors import BadArms
 from eval.remote import RemoteServer
@@ -65,7 +65,10 @@ class EngineServer:
 
     def require(self, arm: Arm) -> None:
         if arm.accelerated and not self._engine.capabilities.sparse:
-            raise BadArms(f"the arm {arm.name!r} needs an engine with sparse prefill, and this one has none")
+            raise BadArms(
+                f"the arm {arm.name!r} needs an engine with sparse prefill, and none is active in this one; "
+                "see that FOREWORD_ACCELERATION is on"
+            )
 
     def count_prompt(self, sources: Sequence[Source], question: Question) -> int:
         """Tokens of a question's whole prompt."""
@@ -81,6 +84,8 @@ class EngineServer:
             salt=salt,
             sampling=Sampling(max_tokens=max_tokens, logprobs=logprobs),
             prefill="sparse" if arm.accelerated else "exact",
+            selector=arm.selector,
+            dense_from=question_start(prompt, messages, self._engine.render_chat),
         )
         try:
             if arm.warm:

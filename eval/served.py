@@ -79,7 +79,13 @@ def without_question(messages: Sequence[Message]) -> list[Message]:
 
 
 def checked(served: Served, arm: Arm) -> Served:
-    """A warm arm that found nothing cached has not measured what its name says."""
+    """An arm that was not served as its name says has not measured it: that is an error.
+
+    A warm arm must find its context in the cache. An accelerated one must read sparsely, or find what it has read
+    sparsely before, or tell why it does not.
+    """
+    if arm.accelerated and served.path not in ("sparse", "warm") and served.fallback_reason is None:
+        return replace(served, error=f"the prompt was to be read sparsely, but its path is {served.path!r}")
     if arm.warm and served.cached_tokens == 0:
         return replace(served, error="the context had been read, but nothing of it was found in the cache")
     return served

@@ -46,7 +46,7 @@ def quality_tables(report: Report) -> str:
 
 
 def _heads(comparison: Comparison) -> tuple[str, ...]:
-    return ("task", "n", comparison.control, comparison.arm, "difference", "only one right", "p", "")
+    return ("task", "n", comparison.control, comparison.arm, "difference", "only one right", "p", "density", "")
 
 
 def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -73,10 +73,10 @@ def _speed_cells(row: Row) -> tuple[str, ...]:
         _NOTHING if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         _NOTHING if row.cached_tokens is None else f"{row.cached_tokens:,}",
         ", ".join(row.paths),
-        _NOTHING if row.density is None else f"{row.density:.0%}",
+        _share(row.density),
         _NOTHING if row.memory is None else f"{row.memory / 2**30:.1f} GiB",
         _NOTHING if row.ratio is None else _interval(row.ratio),
-        _NOTHING if row.faster is None else f"{row.faster:.0%}",
+        _share(row.faster),
     )
 
 
@@ -90,6 +90,7 @@ def _bucket_cells(bucket: Bucket) -> tuple[str, ...]:
         _difference(bucket.difference),
         discordant,
         f"{bucket.p:.3f}" if bucket.informative else _NOTHING,
+        _share(bucket.density),
         "" if bucket.informative else "not informative",
     )
 
@@ -113,6 +114,7 @@ def _verdict(comparison: Comparison) -> str:
             f", same first token {comparison.same_first_token:.1%}, "
             f"first-token KL {comparison.first_token_kl:.2g} nats (largest {comparison.largest_kl:.2g})"
         )
+    agreement += "".join(f"; {n} not read sparsely ({why})" for why, n in comparison.fallbacks.items())
     verdict = comparison.verdict
     if verdict is None:
         return f"{comparison.arm}: no verdict, nothing is informative; {agreement}"
@@ -130,6 +132,10 @@ def _difference(difference: Difference) -> str:
 
 def _interval(ratio: Interval) -> str:
     return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def _share(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:.0%}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -27,12 +27,14 @@ class ReadingEngine(ScriptedEngine):
                 yield delta
 
 
-def opener(script: Script) -> OpenServer:
-    """Opens a reading engine for every variant."""
+def opener(script: Script, opened: list[ReadingEngine] | None = None) -> OpenServer:
+    """Opens a reading engine for every variant; adds each to `opened`."""
 
     @contextlib.asynccontextmanager
     async def open_server(_: Variant) -> AsyncIterator[Server]:
         engine = ReadingEngine(script)
+        if opened is not None:
+            opened.append(engine)
         await engine.start()
         yield EngineServer(engine)
         await engine.stop()

@@ -14,6 +14,23 @@ from serving.config import EngineConfig
         pytest.param("exact, again", [Arm("exact"), Arm("again")], id="blanks"),
         pytest.param("warm", [Arm("warm", warm=True)], id="warm"),
         pytest.param("sparse", [Arm("sparse", accelerated=True)], id="sparse"),
+        pytest.param(
+            "sparse+select=alpha:0.02",
+            [Arm("sparse+select=alpha:0.02", accelerated=True, selector="alpha:0.02")],
+            id="a selector",
+        ),
+        pytest.param(
+            "sparse+chunk=256+select=mass:0.9/tile=128/heads=kv",
+            [
+                Arm(
+                    "sparse+chunk=256+select=mass:0.9/tile=128/heads=kv",
+                    Variant(chunk=256),
+                    accelerated=True,
+                    selector="mass:0.9,tile=128,heads=kv",
+                )
+            ],
+            id="a selector with settings",
+        ),
         pytest.param("half", [Arm("half", keep=0.5)], id="broken on purpose"),
         pytest.param("exact+chunk=256", [Arm("exact+chunk=256", Variant(chunk=256))], id="a budget"),
         pytest.param(
@@ -43,6 +60,8 @@ def test_arms_are_read(text: str, arms: list[Arm]) -> None:
         pytest.param("exact,exact", "'exact' is there twice", id="twice"),
         pytest.param("exact+speed=9", "has the setting 'speed=9'", id="unknown setting"),
         pytest.param("exact+chunk=1+chunk=2", "has the setting 'chunk=2'", id="a setting twice"),
+        pytest.param("exact+select=alpha:0.02", "'exact.*' reads exactly and has nothing to select", id="not sparse"),
+        pytest.param("sparse+select=", "has the setting 'select='", id="no selector"),
         pytest.param("exact+chunk", "has the setting 'chunk'", id="no value"),
         pytest.param("exact+chunk=many", "chunk='many'", id="no number"),
         pytest.param("exact+chunk=0", "chunk='0'", id="nothing"),
@@ -74,6 +93,10 @@ def test_arms_of_one_engine_share_it() -> None:
         ("", ["exact", "warm"]),
         ("chunk=256", ["exact+chunk=256", "warm+chunk=256"]),
     ]
+
+
+def test_selectors_need_no_engine_of_their_own() -> None:
+    assert len(by_engine(parse_arms("exact,sparse,sparse+select=alpha:0.05,sparse+select=mass:0.9"))) == 1
 
 
 def test_a_variant_changes_only_what_it_names() -> None:

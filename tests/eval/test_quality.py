@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from eval.arms import Variant, parse_arms
-from eval.errors import BadArms
+from eval.errors import BadArms, NotMeasured
 from eval.quality import Report, Suite, load_suite, run_quality, summary
 from eval.results import Results
 from eval.served import Server
 from eval.statistics import Pair, non_inferiority
 from eval.tables import quality_tables
 from serving.errors import StartError
-from serving.scripted_engine import Script
+from serving.scripted_engine import Script, ScriptedEngine
 from tests.eval.reading_engine import opener
 
 SUITE = replace(load_suite("quick"), lengths=(700,), tasks=("facts-single", "documents"), number=30, questions=2)
@@ -144,8 +144,37 @@ async def test_a_suite_can_pass_with_a_fifth_of_it_not_informative(name: str, re
 
 
 async def test_an_engine_without_sparse_prefill_is_not_called_sparse(results: Results) -> None:
-    with pytest.raises(BadArms, match="'sparse' needs an engine with sparse prefill"):
+    with pytest.raises(BadArms, match=r"'sparse' needs an engine with sparse prefill.* FOREWORD_ACCELERATION is on"):
         await run("exact,sparse", results)
+
+
+async def test_a_sparse_arm_tells_how_much_it_read(results: Results) -> None:
+    suite = replace(SUITE, number=2)
+    report = await run("exact,sparse,again", results, suite, Script(selector="alpha:0.02", density=0.3))
+    sparse, again = report.comparisons
+    assert [bucket.density for bucket in sparse.buckets] == pytest.approx([0.3, 0.3])
+    assert [bucket.density for bucket in again.buckets] == [1.0, 1.0]
+    assert (sparse.fallbacks, report.failures) == ({}, ())
+    # The later questions find what the first one has read.
+    paths = [(answer.question, answer.served.path) for answer in report.answers if answer.arm == "sparse"]
+    assert set(paths) == {(0, "sparse"), (1, "warm")}
+    assert " 30%" in quality_tables(report)
+
+
+async def test_prompts_that_are_not_read_sparsely_are_counted_with_their_reason(results: Results) -> None:
+    script = Script(selector="alpha:0.02", fallback_reason="short prompt")
+    report = await run("exact,sparse", results, replace(SUITE, number=2, questions=1), script)
+    assert report.comparisons[0].fallbacks == {"short prompt": 4}
+    assert report.failures == ()
+    assert "; 4 not read sparsely (short prompt)" in quality_tables(report)
+
+
+async def test_prompts_that_are_not_read_sparsely_without_a_reason_do_not_count(
+    results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "_path", lambda *_: ("exact", 1.0))
+    with pytest.raises(NotMeasured, match=r"'sparse' gave no answer.* its path is 'exact'"):
+        await run("exact,sparse", results, replace(SUITE, number=1), Script(selector="alpha:0.02"))
 
 
 @pytest.mark.parametrize("name", ["quick", "full"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -16,7 +16,7 @@ from eval.speed import Speed, run_speed
 from eval.tables import speed_table
 from serving.errors import StartError
 from serving.scripted_engine import Script
-from tests.eval.reading_engine import opener
+from tests.eval.reading_engine import ReadingEngine, opener
 
 SLOW = Script(seconds_per_token=5e-5, window=1500)
 
@@ -106,3 +106,22 @@ async def test_nothing_measured_is_an_error(results: Results) -> None:
 async def test_an_arm_that_cannot_be_served_is_refused(results: Results) -> None:
     with pytest.raises(BadArms, match="sparse prefill"):
         await run("sparse", [400], results)
+
+
+async def test_sparse_arms_are_served_as_they_say(results: Results) -> None:
+    engines: list[ReadingEngine] = []
+    script = replace(SLOW, selector="alpha:0.02", density=0.3)
+    speed = await run("exact,sparse,sparse+select=mass:0.9", [800], results, opener(script, engines))
+    exact, *sparse = speed.rows
+    assert (exact.paths, exact.density) == (("exact",), 1.0)
+    assert all(row.paths == ("sparse",) and row.density == pytest.approx(0.3) for row in sparse)
+    assert " 30%" in speed_table(speed)
+    [engine] = engines
+    assert {(one.prefill, one.selector) for one in engine.requests} == {
+        ("exact", None),
+        ("sparse", None),
+        ("sparse", "mass:0.9"),
+    }
+    for one in engine.requests:
+        assert one.dense_from is not None
+        assert "\n\nQuestion: " in engine.decode(one.prompt[one.dense_from :])
