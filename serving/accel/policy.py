@@ -1,122 +1,228 @@
-"""Which pages of the cache a tile of queries reads. Plain torch, no vLLM, no state.
+"""Which pages of the cache a tile of queries reads. Plain torch: no engine, no state, any device.
 
-A tile is a run of `Selector.tile` queries at positions that are a multiple of it. For every tile and head, the share of
-its attention that falls on each page is estimated from means: neighbouring queries are averaged in groups, the keys of
-a page are averaged, and a softmax over the pages of their products is taken for the shares. Pages are kept by a rule on
-these shares. Always kept are the first tokens, those right before the tile, and the tile's own.
+A tile is a run of queries at positions that are a multiple of its size. For every tile and head, the share of its
+attention that falls on each page is estimated from means: neighbouring queries are averaged in groups, neighbouring
+keys in spans, and a softmax over the products is summed over each page. Pages are kept by a rule on these shares.
+Always kept are the first tokens, those right before the tile, and the tile's own; a dense tile keeps everything.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Rule = Literal["mass", "alpha", "budget"]
+Heads = Literal["query", "kv"]
+
+# Without a word from the request, so many last tokens of a prompt attend to everything: they hold the question.
+DENSE_TAIL = 256
+
+
+class BadSelector(ValueError):
+    """Settings of a selector that cannot be used; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """How pages are chosen.
+    """How pages are chosen. Sizes in tokens.
 
-    `rule` reads `value` as: `mass`, the share of the attention that the kept pages must have together; `alpha`, the
-    least share of a page relative to the largest one; `budget`, the most tokens kept. `tile` is the number of queries
-    that read the same pages, `group` the number averaged to one for the scores, in tokens. `sink` and `window` are the
-    first tokens and those right before the tile, which are always kept. `heads` tells who shares a choice: every query
-    head has its own, or all query heads of a KV head have one.
+    `rule` reads `value` as: `mass`, the share of the attention that the kept pages have together; `alpha`, the least
+    share of a page relative to the tile's largest; `budget`, the most tokens kept. `tile` queries read the same pages;
+    `group` queries and `span` keys are averaged for the estimate. `sink` first tokens and `window` tokens before the
+    tile are always kept. Tiles that begin before `start` are dense. `heads`: each query head chooses for itself, or
+    all query heads of a KV head together. `late` stands for `value` in the last third of the layers: what is left out
+    there reaches few layers, and in the last one nothing but the logits of the last token.
     """
 
-    rule: Rule = "mass"
-    value: float = 0.9
+    rule: Rule = "alpha"
+    value: float = 0.02
     tile: int = 64
     group: int = 16
+    span: int = 16
     sink: int = 32
     window: int = 64
-    heads: Literal["query", "kv"] = "query"
+    start: int = 1024
+    late: float = 0.1
+    heads: Heads = "query"
+
+    @classmethod
+    def parse(cls, text: str) -> Selector:
+        """A selector from `rule:value` and settings after commas, such as `alpha:0.02,tile=128,heads=kv`.
+
+        What is not given is the default.
+
+        Raises:
+            BadSelector: a setting does not exist or has an unusable value.
+        """
+        first, *rest = text.split(",")
+        rule, _, value = first.partition(":")
+        if rule not in get_args(Rule):
+            raise BadSelector(f"the selector {text!r} begins with {rule!r}; use one of {', '.join(get_args(Rule))}")
+        given: dict[str, str] = {"value": value} if value else {}
+        # The default of `late` fits the default rule only.
+        if rule != cls().rule:
+            given["late"] = value
+        for setting in rest:
+            name, _, one = setting.partition("=")
+            given[name] = one
+        known = {field.name: field.type for field in fields(cls) if field.name != "rule"}
+        values: dict[str, object] = {"rule": rule}
+        for name, one in given.items():
+            if name not in known:
+                raise BadSelector(f"the selector {text!r} has no setting {name!r}; it has {', '.join(known)}")
+            try:
+                values[name] = one if name == "heads" else float(one) if name in ("value", "late") else int(one)
+            except ValueError as error:
+                raise BadSelector(f"the selector {text!r} has {name}={one!r}; give a number") from error
+        selector = replace(cls(), **values)  # type: ignore[arg-type]
+        if fault := selector._fault():
+            raise BadSelector(f"the selector {text!r} cannot be used: {fault}")
+        return selector
+
+    def __str__(self) -> str:
+        """All settings, as `parse` reads them."""
+        rest = ("tile", "group", "span", "sink", "window", "start", "heads")
+        settings = ",".join(f"{name}={getattr(self, name)}" for name in rest)
+        return f"{self.rule}:{self.value:g},late={self.late:g},{settings}"
+
+    def at(self, layer: int, layers: int) -> float:
+        """The rule's value in this layer, counted from 0."""
+        return self.late if 3 * layer >= 2 * layers else self.value
+
+    def _fault(self) -> str | None:
+        if self.heads not in get_args(Heads):
+            return f"heads={self.heads!r}; use {' or '.join(get_args(Heads))}"
+        values = (self.value, self.late)
+        if self.rule == "budget" and not min(values) >= 1:
+            return "a budget is at least one token, and so is late"
+        if self.rule != "budget" and not all(0 <= value <= 1 for value in values):
+            return f"{self.rule} is a share from 0 to 1, and so is late"
+        if min(self.tile, self.group, self.span) < 1 or self.tile % self.group:
+            return "tile, group and span are positive, and a tile is a whole number of groups"
+        if min(self.sink, self.window, self.start) < 0:
+            return "sink, window and start are not negative"
+        return None
 
 
-def group_means(query: Tensor, first: int, selector: Selector) -> Tensor:
-    """Means of neighbouring queries.
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The tiles of consecutive queries of one request: what is the same for every layer.
+
+    `lengths` [tiles] counts the queries of each tile that are there, `ends` [tiles] is the position after the last of
+    them. `hidden` [tiles, groups, spans] marks the spans of keys that no query of a group sees, `visible`
+    [tiles, pages] the pages that a tile may read, and `always` [tiles, pages] those it reads in any case. `sparse` says
+    whether any tile has a choice.
+    """
+
+    selector: Selector
+    first: int
+    tokens: int
+    page: int
+    lengths: Tensor
+    ends: Tensor
+    hidden: Tensor
+    visible: Tensor
+    always: Tensor
+    sparse: bool
+
+
+def tiling(first: int, tokens: int, dense_from: int, page: int, selector: Selector) -> Tiling:
+    """Cut `tokens` queries from position `first` into tiles.
 
     Args:
-        query: [tokens, query heads, head size], consecutive positions.
-        first: position of the first of them.
-
-    Returns:
-        [query heads, tiles, groups, head size] in float32. Tiles and groups lie at multiples of their size; a group
-        that is only partly there is the mean of what is there, and one that is not there at all is zero.
+        dense_from: tiles that hold a query at this position or later are dense.
+        page: tokens of a page; a multiple of the selector's span.
     """
+    tile, end = selector.tile, first + tokens
+    starts = torch.arange(first // tile * tile, end, tile)
+    ends = (starts + tile).clamp(max=end)
+    begins = torch.arange(0, end, page)
+    visible = begins < ends[:, None]
+    dense = (starts < selector.start) | (ends > dense_from)
+    always = (begins < selector.sink) | (begins + page > starts[:, None] - selector.window) | dense[:, None]
+    # A group may reach beyond the last query, and then sees keys that do not exist yet.
+    last = (starts[:, None] + torch.arange(selector.group, tile + 1, selector.group)).clamp(max=end)
+    spans = torch.arange(0, len(begins) * page, selector.span)
+    return Tiling(
+        selector=selector,
+        first=first,
+        tokens=tokens,
+        page=page,
+        lengths=ends - starts.clamp(min=first),
+        ends=ends,
+        hidden=spans >= last[..., None],
+        visible=visible,
+        always=always & visible,
+        sparse=not bool(dense.all()),
+    )
+
+
+def group_means(query: Tensor, tiles: Tiling) -> Tensor:
+    """Means of neighbouring queries, [query heads, tiles, groups, head size] in float32.
+
+    A group that is only partly there is the mean of what is there; one that is not there at all is zero.
+
+    Args:
+        query: [tokens, query heads, head size].
+    """
+    tile, group = tiles.selector.tile, tiles.selector.group
     tokens, heads, size = query.shape
-    front = first % selector.tile
-    tiles = -(-(front + tokens) // selector.tile)
-    back = tiles * selector.tile - front - tokens
-    padded = torch.nn.functional.pad(query, (0, 0, 0, 0, front, back)) if front or back else query
-    means = padded.view(-1, selector.group, heads, size).sum(1, dtype=torch.float32)
-    present = torch.full((tiles * selector.tile // selector.group, 1, 1), selector.group, dtype=torch.float32)
+    front = tiles.first % tile
+    back = len(tiles.ends) * tile - front - tokens
     if front or back:
-        starts = torch.arange(len(present)) * selector.group
-        there = (starts + selector.group).clamp(max=front + tokens) - starts.clamp(min=front)
-        present = there.clamp(min=1).to(torch.float32).view(-1, 1, 1)
-    means /= present.to(means.device)
-    return means.view(tiles, -1, heads, size).permute(2, 0, 1, 3)
+        query = torch.nn.functional.pad(query, (0, 0, 0, 0, front, back))
+    means = query.reshape(-1, group, heads, size).sum(1, dtype=torch.float32)
+    if front or back:
+        edges = torch.arange(0, len(means) * group + 1, group).clamp(front, front + tokens)
+        means /= edges.diff().clamp(min=1).to(means.device)[:, None, None]
+    else:
+        means /= group
+    return means.view(-1, tile // group, heads, size).permute(2, 0, 1, 3)
 
 
-def page_shares(groups: Tensor, means: Tensor, first: int, page: int, scale: float, selector: Selector) -> Tensor:
-    """Estimated share of each tile's attention that falls on each page.
+def page_shares(groups: Tensor, means: Tensor, scale: float, tiles: Tiling) -> Tensor:
+    """The estimated share of each tile's attention on each page.
 
     Args:
         groups: [query heads, tiles, groups, head size], from `group_means`.
-        means: [KV heads, pages, head size] in float32: means of the keys of each page, from position 0.
-        first: position of the first query.
-        page: tokens of a page.
+        means: [KV heads, head size, spans] in float32, the means of the keys from position 0.
         scale: factor of the attention's logits.
 
     Returns:
-        [heads, tiles, pages], rows sum to 1, pages after the tile have 0; heads as `selector.heads` says.
+        [heads, tiles, pages], rows sum to 1; heads as the selector says.
     """
-    heads, tiles, rows, size = groups.shape
-    kv_heads, pages, _ = means.shape
-    logits = torch.bmm(groups.reshape(kv_heads, -1, size), means.mT).view(heads, tiles, rows, pages)
-    start = first // selector.tile * selector.tile
-    last = start + torch.arange(tiles * rows, device=groups.device).view(tiles, rows) * selector.group + selector.group - 1
-    hidden = torch.arange(pages, device=groups.device) * page > last[..., None]
-    logits.mul_(scale).masked_fill_(hidden, float("-inf"))
+    heads, count, rows, size = groups.shape
+    kv_heads, _, spans = means.shape
+    logits = torch.bmm(groups.reshape(kv_heads, -1, size), means).view(heads, count, rows, spans)
+    logits.mul_(scale).masked_fill_(tiles.hidden.to(logits.device), float("-inf"))
     shares = torch.softmax(logits, -1).mean(2)
-    return shares if selector.heads == "query" else shares.view(kv_heads, -1, tiles, pages).mean(1)
+    if tiles.selector.heads == "kv":
+        shares = shares.view(kv_heads, -1, count, spans).mean(1)
+    return shares.view(len(shares), count, -1, tiles.page // tiles.selector.span).sum(-1)
 
 
-def always_kept(tiles: int, pages: int, first: int, page: int, selector: Selector) -> tuple[Tensor, Tensor]:
-    """Masks [tiles, pages]: the pages that every tile must read, and all that it may read."""
-    start = (first // selector.tile + torch.arange(tiles)).view(-1, 1) * selector.tile
-    begin = torch.arange(pages) * page
-    visible = begin < start + selector.tile
-    kept = (begin < selector.sink) | (begin + page > start - selector.window)
-    return kept & visible, visible
-
-
-def keep(shares: Tensor, kept: Tensor, visible: Tensor, page: int, selector: Selector) -> Tensor:
-    """The pages that each tile reads.
+def keep(shares: Tensor, value: float, tiles: Tiling) -> Tensor:
+    """The pages that each tile reads, bool [heads, tiles, pages].
 
     Args:
         shares: [heads, tiles, pages], from `page_shares`.
-        kept: [tiles, pages], those that are read in any case.
-        visible: [tiles, pages], all that may be read.
-
-    Returns:
-        [heads, tiles, pages], bool.
+        value: of the selector's rule, in this layer.
     """
-    if selector.rule == "alpha":
-        chosen = shares >= selector.value * shares.amax(-1, keepdim=True)
-    elif selector.rule == "mass":
+    rule = tiles.selector.rule
+    always, visible = tiles.always.to(shares.device), tiles.visible.to(shares.device)
+    if rule == "alpha":
+        chosen = shares >= value * shares.amax(-1, keepdim=True)
+    elif rule == "mass":
         # What is kept anyway counts first, so only what it lacks has to be found among the others.
-        order = (shares + 2.0 * kept).sort(-1, descending=True).indices
+        order = (shares + 2.0 * always).argsort(-1, descending=True)
         ordered = shares.gather(-1, order)
-        enough = ordered.cumsum(-1) - ordered >= selector.value
+        enough = ordered.cumsum(-1) - ordered >= value
         chosen = torch.empty_like(enough).scatter_(-1, order, ~enough)
     else:
-        most = min(shares.shape[-1], max(1, int(selector.value) // page))
-        order = (shares + 2.0 * kept).topk(most, -1).indices
+        most = min(shares.shape[-1], max(1, int(value) // tiles.page))
+        order = (shares + 2.0 * always).topk(most, -1).indices
         chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, order, True)
-    return (chosen | kept) & visible
+    return chosen.logical_and_(visible).logical_or_(always)
