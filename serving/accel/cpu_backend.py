@@ -57,13 +57,13 @@ class _Split:
 
 
 @dataclass
-class SparseMetadata(CPUAttentionMetadata):
+class SparseMetadata(CPUAttentionMetadata):  # type: ignore[misc]
     """vLLM's metadata, and how the step is split."""
 
     split: _Split | None = None
 
 
-class SparseCPUAttentionBackend(CPUAttentionBackend):
+class SparseCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     """Stands where vLLM expects its own CPU backend, and keeps its name."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class SparseCPUAttentionBackend(CPUAttentionBackend):
         return SparseCPUMetadataBuilder
 
 
-class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Finds the rows that asked for sparse prefill and cuts them into tiles, once a step for all layers."""
 
     # One for the process: several groups of layers share the requests.
@@ -185,7 +185,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return alone, places
 
 
-class SparseCPUAttentionImpl(CPUAttentionBackendImpl):
+class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     """Attention of one layer."""
 
     layer: int = 0

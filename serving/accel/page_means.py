@@ -30,7 +30,8 @@ def find_key_order(write: Callable[[Tensor, Tensor], None], cache: Tensor) -> Ke
     # Small whole numbers, which every type of the cache holds exactly.
     keys = torch.arange(tokens * size).view(tokens, 1, size).mul(7919).remainder(8).float()
     write(keys, cache)
-    for order in get_args(KeyOrder):
+    orders: tuple[KeyOrder, ...] = get_args(KeyOrder)
+    for order in orders:
         if order == "paired" and (tokens % _PAIRED_TOKENS or size % 2):
             continue
         if torch.equal(_keys(cache, torch.tensor([0]), order).float(), keys.permute(1, 2, 0)[None]):

@@ -158,7 +158,7 @@ def follow(runner: type, requests: Requests) -> None:
             self._foreword_requests.order(tuple(self.input_batch.req_ids[: self.input_batch.num_reqs]))
             return prepared
 
-        runner._prepare_inputs = prepare  # type: ignore[attr-defined]
+        runner._prepare_inputs = prepare
     else:
         prepare_v2 = runner.prepare_inputs  # type: ignore[attr-defined]
 
