@@ -42,8 +42,8 @@ class Request:
 
     `salt` separates cache namespaces: blocks are shared only between requests of one salt. Requests of different
     `prefill` or `selector` must not share one, for their blocks differ. `selector` tells how sparse prefill chooses
-    what to read, in the engine's own notation; None is the engine's default. `dense_from` is the first token that attends to
-    everything whatever the mode; None leaves it to the engine.
+    what to read, in the engine's own notation; None is the engine's default. `dense_from` is the first token that
+    attends to everything whatever the mode; None leaves it to the engine.
     """
 
     prompt: Sequence[int]

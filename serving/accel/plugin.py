@@ -1,6 +1,7 @@
 """Puts the acceleration backend in the place of vLLM's own; vLLM loads it as a general plugin in each of its processes.
 
-Off unless FOREWORD_ACCEL is set: `on` leaves each request to say how it is read (exactly if it does not), `sparse` makes sparse prefill the default. The service sets it for its own engine; with a plain `vllm serve` it is set
+Off unless FOREWORD_ACCEL is set: `on` leaves each request to say how it is read (exactly if it does not),
+`sparse` makes sparse prefill the default. The service sets it for its own engine; with a plain `vllm serve` it is set
 by hand.
 """
 
