@@ -140,7 +140,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
         selector = asked.selector
         tiles = tiling(first, tokens.stop - tokens.start, asked.dense_from, self.block_size, selector)
         if not tiles.sparse:
-            pages = int(tiles.visible.sum()) * self.num_heads * self._layers
+            pages = tiles.total * self.num_heads * self._layers
             asked.kept_pages += pages
             asked.total_pages += pages
             return None
@@ -227,7 +227,7 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             row.asked.selector_s += time.perf_counter() - started
             # A choice of a KV head is one of all its query heads.
             row.asked.kept_pages += virtual.kept * (self.num_heads // len(kept))
-            row.asked.total_pages += int(row.tiles.visible.sum()) * self.num_heads
+            row.asked.total_pages += row.tiles.total * self.num_heads
             sequences.append(virtual)
             queries.append(_heads_first(query[row.tokens], len(kept)))
         attended = self._attend(layer, queries, cache, joined(sequences))

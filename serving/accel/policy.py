@@ -114,7 +114,7 @@ class Tiling:
     `lengths` [tiles] counts the queries of each tile that are there, `ends` [tiles] is the position after the last of
     them. `hidden` [tiles, groups, spans] marks the spans of keys that no query of a group sees, `visible`
     [tiles, pages] the pages that a tile may read, and `always` [tiles, pages] those it reads in any case. `sparse` says
-    whether any tile has a choice.
+    whether any tile has a choice, `total` is the number of pages that a head would read without it.
     """
 
     selector: Selector
@@ -127,6 +127,7 @@ class Tiling:
     visible: Tensor
     always: Tensor
     sparse: bool
+    total: int
 
 
 def tiling(first: int, tokens: int, dense_from: int, page: int, selector: Selector) -> Tiling:
@@ -157,6 +158,7 @@ def tiling(first: int, tokens: int, dense_from: int, page: int, selector: Select
         visible=visible,
         always=always & visible,
         sparse=not bool(dense.all()),
+        total=int(visible.sum()),
     )
 
 
