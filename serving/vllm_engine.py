@@ -21,6 +21,7 @@ import psutil
 import structlog
 
 from serving import orphans
+from serving.accel.client import Client, read_exactly
 from serving.config import EngineConfig
 from serving.engine import (
     Capabilities,
@@ -29,9 +30,9 @@ from serving.engine import (
     Message,
     Plan,
     Prefill,
+    PrefillMode,
     Progress,
     Request,
-    Sampling,
     State,
     Stats,
     exact_path,
@@ -64,13 +65,15 @@ _GPU_TOKEN_BUDGET = 16_384
 _CPU_BLOCK_SIZE = 32
 _KV_SHARE_OF_FREE_MEMORY = 0.25
 _KV_WINDOWS = 16
-_WARM_UP_TOKENS = (64, 512, 2048)
+# Sparse prefill needs longer prompts, for it leaves the beginning of every prompt dense.
+_WARM_UP_TOKENS: dict[PrefillMode, tuple[int, ...]] = {"exact": (64, 512, 2048), "sparse": (64, 512, 2048, 4096)}
 
 
 @dataclass(slots=True)
 class _Reading:
     """A prompt on its way through prefill; `done` counts the tokens believed cached, then those computed."""
 
+    mode: PrefillMode
     total: int
     done: int
     alone: bool
@@ -87,7 +90,8 @@ class VllmEngine:
         self._processes: list[psutil.Process] = []
         self._pending: set[str] = set()
         self._reading: dict[str, _Reading] = {}
-        self._speed = PrefillSpeed()
+        self._speed: dict[PrefillMode, PrefillSpeed] = {"exact": PrefillSpeed(), "sparse": PrefillSpeed()}
+        self._accel: Client | None = None
         self._environment: list[str] = []
 
     async def start(self) -> None:
@@ -118,10 +122,13 @@ class VllmEngine:
         for name in self._environment:
             os.environ.pop(name, None)
         self._environment = []
+        if self._accel is not None:
+            self._accel.close()
+            self._accel = None
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         llm = self._admit(request)
-        params = _sampling_params(request.sampling)
+        params = _sampling_params(request, {} if self._accel is None else self._accel.extra_args(request))
         tokens = 0
         first = True
         async with self._read(request) as reading:
@@ -167,10 +174,13 @@ class VllmEngine:
         # While it is being loaded, nothing is cached.
         cached = 0 if self._llm is None else self._cache.cached_tokens(request.salt, request.prompt)
         computed = len(request.prompt) - cached
-        own = self._speed.estimate(computed, cached)
-        before = [self._speed.estimate(other.total - other.done, other.done) for other in self._reading.values()]
-        eta = None if own is None else own + sum(seconds or 0.0 for seconds in before)
-        return Plan(path=exact_path(len(request.prompt), cached), tokens_to_compute=computed, eta_s=eta)
+        own = self._speed[request.prefill].estimate(computed, cached)
+        before = [self._remaining(reading) for reading in self._reading.values()]
+        eta = None if own is None else own + sum(before)
+        path = exact_path(len(request.prompt), cached)
+        if request.prefill == "sparse" and path == "exact":
+            path = "sparse"
+        return Plan(path=path, tokens_to_compute=computed, eta_s=eta)
 
     def count_tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False))
@@ -200,8 +210,15 @@ class VllmEngine:
 
     @property
     def capabilities(self) -> Capabilities:
+        selector = None if self._accel is None else self._accel.selector
         return Capabilities(
-            self._folder.name, cached_tokens=True, salts=True, logprobs=True, sparse=False, progress=True
+            self._folder.name,
+            cached_tokens=True,
+            salts=True,
+            logprobs=True,
+            sparse=selector is not None,
+            progress=True,
+            selector=selector,
         )
 
     # --- start ---
@@ -258,7 +275,8 @@ class VllmEngine:
         _require_vllm()
         check_window(self._folder, self._config.max_model_len)
         self._require_chat_template()
-        self._environment = _set_environment(self._config, self._folder)
+        self._accel = Client() if self._config.acceleration else None
+        self._environment = _set_environment(self._config, self._folder, self._accel)
         orphans.claim()
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -321,9 +339,12 @@ class VllmEngine:
         """Read some prompts of random tokens: pays one-time costs before the first question, and measures speed."""
         vocabulary = len(self._tokenizer)
         draw = random.Random(0)
-        for length in _WARM_UP_TOKENS:
-            prompt = [draw.randrange(vocabulary) for _ in range(min(length, self._window - 2))]
-            await self.prefill(Request(prompt=prompt, id=f"warm-up-{uuid.uuid4().hex}", salt=uuid.uuid4().hex))
+        modes: tuple[PrefillMode, ...] = ("exact", "sparse") if self.capabilities.sparse else ("exact",)
+        for mode in modes:
+            for length in _WARM_UP_TOKENS[mode]:
+                prompt = [draw.randrange(vocabulary) for _ in range(min(length, self._window - 2))]
+                salt, id = uuid.uuid4().hex, f"warm-up-{uuid.uuid4().hex}"
+                await self.prefill(Request(prompt=prompt, id=id, salt=salt, prefill=mode))
 
     # --- one request ---
 
@@ -340,7 +361,7 @@ class VllmEngine:
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[_Reading]:
         cached = self._cache.cached_tokens(request.salt, request.prompt)
-        reading = _Reading(total=len(request.prompt), done=cached, alone=not self._pending)
+        reading = _Reading(request.prefill, total=len(request.prompt), done=cached, alone=not self._pending)
         for other in self._reading.values():
             other.alone = False
         self._pending.add(request.id)
@@ -368,9 +389,12 @@ class VllmEngine:
         cached = output.num_cached_tokens
         if reading.alone and cached is not None and output.metrics is not None:
             seconds = output.metrics.first_token_ts - output.metrics.scheduled_ts
-            self._speed.observe(reading.total - cached, cached, seconds)
-        path = exact_path(reading.total, cached) if cached is not None else "unknown"
-        return Prefill(prompt_tokens=reading.total, cached_tokens=cached, path=path, density=1.0)
+            self._speed[reading.mode].observe(reading.total - cached, cached, seconds)
+        return read_exactly(request, cached) if self._accel is None else self._accel.prefill(request, cached)
+
+    def _remaining(self, reading: _Reading) -> float:
+        """Seconds until a prompt that is being read is read, as far as can be told."""
+        return self._speed[reading.mode].estimate(reading.total - reading.done, reading.done) or 0.0
 
     def _disarm(self, text: str) -> str:
         for token, harmless in self._control_tokens.items():
@@ -397,10 +421,11 @@ def _tokens_input(request: Request) -> Any:
     return tokens_input(list(request.prompt), cache_salt=request.salt)
 
 
-def _sampling_params(sampling: Sampling) -> SamplingParams:
+def _sampling_params(request: Request, extra_args: dict[str, Any]) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    sampling = request.sampling
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -409,6 +434,7 @@ def _sampling_params(sampling: Sampling) -> SamplingParams:
         stop=list(sampling.stop),
         logprobs=sampling.logprobs,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=extra_args,
     )
 
 
@@ -451,7 +477,7 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _set_environment(config: EngineConfig, folder: ModelFolder) -> list[str]:
+def _set_environment(config: EngineConfig, folder: ModelFolder, accel: Client | None) -> list[str]:
     """Set what vLLM and its children read, and tell what was set; what the user has set stands."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -464,6 +490,8 @@ def _set_environment(config: EngineConfig, folder: ModelFolder) -> list[str]:
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if accel is not None:
+        defaults |= accel.environment
     if not folder.on_hub:
         defaults["HF_HUB_OFFLINE"] = "1"
     if _on_cpu():

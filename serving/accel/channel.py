@@ -1,6 +1,7 @@
-"""Reports from the workers to the service: one small line a request, through a named pipe.
+"""What the service and the workers say to each other: what a request asks for, and what became of it.
 
-Writing never waits: what does not fit is lost, and the service then says that it does not know. A line is written
+A request says it in `SamplingParams.extra_args` (over HTTP `vllm_xargs`), as flat values under the names below. Back
+comes a report, one small line a request, through a named pipe. Writing never waits: what does not fit is lost, and the service then says that it does not know. A line is written
 before the step's tokens leave the worker, so it is there when the first of them arrives.
 """
 
@@ -13,6 +14,13 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+
+PREFILL, SELECTOR, DENSE_FROM, TRACE = (
+    "foreword_prefill",
+    "foreword_selector",
+    "foreword_dense_from",
+    "foreword_trace",
+)
 
 # Holds the path of the pipe in the workers' environment.
 VARIABLE = "FOREWORD_ACCEL_REPORTS"

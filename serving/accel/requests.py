@@ -19,14 +19,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
 from serving.accel.policy import DENSE_TAIL, BadSelector, Selector
-
-PREFILL, SELECTOR, DENSE_FROM, TRACE = (
-    "foreword_prefill",
-    "foreword_selector",
-    "foreword_dense_from",
-    "foreword_trace",
-)
 
 
 @dataclass(slots=True)
@@ -149,23 +143,15 @@ def follow(runner: type, requests: Requests) -> None:
             self._foreword_requests.end()
 
     runner.execute_model = execute  # type: ignore[attr-defined]
-    if hasattr(runner, "_prepare_inputs"):
-        prepare_v1 = runner._prepare_inputs
+    name = "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
+    prepare_inputs = getattr(runner, name)
 
-        @wraps(prepare_v1)
-        def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-            prepared = prepare_v1(self, *args, **kwargs)
-            self._foreword_requests.order(tuple(self.input_batch.req_ids[: self.input_batch.num_reqs]))
-            return prepared
+    @wraps(prepare_inputs)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare_inputs(self, *args, **kwargs)
+        # Runner V1 keeps the batch, runner V2 returns it.
+        batch = getattr(self, "input_batch", prepared)
+        self._foreword_requests.order(tuple(batch.req_ids[: batch.num_reqs]))
+        return prepared
 
-        runner._prepare_inputs = prepare
-    else:
-        prepare_v2 = runner.prepare_inputs  # type: ignore[attr-defined]
-
-        @wraps(prepare_v2)
-        def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = prepare_v2(self, *args, **kwargs)
-            self._foreword_requests.order(tuple(batch.req_ids))
-            return batch
-
-        runner.prepare_inputs = prepare  # type: ignore[attr-defined]
+    setattr(runner, name, prepare)
