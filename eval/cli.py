@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from app import log
 
 if TYPE_CHECKING:
     from app.settings import Settings
+    from eval.quality import Report
 
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True)
@@ -31,6 +32,13 @@ _ARMS = (
 Arms = Annotated[str, typer.Option(help=_ARMS)]
 Seed = Annotated[int, typer.Option(help="Decides every prompt.")]
 Out = Annotated[Path | None, typer.Option(help="File for the results (JSON lines); it must not exist yet.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="vllm; or reference, which computes what sparse prefill answers on any device, as a mask over dense "
+        "attention: its answers count, its times mean nothing."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
@@ -99,6 +107,7 @@ def quality(
     languages: Annotated[str | None, typer.Option(help="Only these languages of the suite.")] = None,
     lengths: Annotated[str | None, typer.Option(help="These lengths instead of the suite's.")] = None,
     contexts: Annotated[int | None, typer.Option(min=1, help="Contexts of each task and length.")] = None,
+    engine: Engine = "vllm",
     seed: Seed = 0,
     out: Out = None,
     as_json: AsJson = False,
@@ -107,14 +116,14 @@ def quality(
     from eval.arms import parse_arms
     from eval.identity import identity
     from eval.quality import load_suite, run_quality, summary
-    from eval.results import default_path, plain, results_file
-    from eval.serve import opened
-    from eval.tables import quality_tables
+    from eval.results import default_path, results_file
+    from eval.serve import engine_named, opened
 
     path = out or default_path("quality")
     with _told():
         config = _settings().engine_config
         chosen = parse_arms(arms)
+        runs = engine_named(engine, chosen)
         asked = load_suite(suite)
         asked = asked.narrowed(
             tasks=tuple(tasks.split(",")) if tasks else None,
@@ -123,22 +132,36 @@ def quality(
             number=contexts,
         )
         asked, skipped = asked.for_model(config.model)
-        about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen], "suite": asdict(asked)}
+        about = {
+            **identity(seed=seed, config=config),
+            "engine": runs,
+            "arms": [asdict(arm) for arm in chosen],
+            "suite": asdict(asked),
+        }
         total = sum(1 for _ in asked.contexts) * len(chosen)
         with results_file(path) as results, _progress(total, "contexts") as step:
             results.add("identity", about)
-            server = partial(opened, config=config, say=_say)
+            server = partial(opened, config=config, say=_say, engine=runs)
             run = run_quality(chosen, asked, server, seed=seed, results=results, step=step)
             report = replace(asyncio.run(run), skipped=skipped)
             results.add("summary", summary(report))
-    if as_json:
-        print(json.dumps({**about, **plain(summary(report))}, indent=2))
-    else:
-        _out.print(quality_tables(report), markup=False, highlight=False)
-        _tell(report.skipped)
-        _tell(report.failures)
-        _tell_hits(report.unwanted_hits)
+    _show(report, about, as_json)
     _say(f"every answer is in {path}")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@cli.command()
+def pool(
+    files: Annotated[list[Path], typer.Argument(help="Results of `quality` with the same arms on other prompts.")],
+    as_json: AsJson = False,
+) -> None:
+    """Several quality runs as one: of other seeds, tasks or lengths, broken off or not. Exit code as of `quality`."""
+    from eval.pool import pooled
+
+    with _told():
+        report, about = pooled(files)
+    _show(report, about, as_json)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -174,6 +197,20 @@ def memory(
 
     for name, mib in measure_memory(url):
         print(f"{mib:>8.0f} MiB  {name}")
+
+
+def _show(report: Report, about: Mapping[str, Any], as_json: bool) -> None:
+    from eval.quality import summary
+    from eval.results import plain
+    from eval.tables import quality_tables
+
+    if as_json:
+        print(json.dumps({**about, **plain(summary(report))}, indent=2))
+        return
+    _out.print(quality_tables(report), markup=False, highlight=False)
+    _tell(report.skipped)
+    _tell(report.failures)
+    _tell_hits(report.unwanted_hits)
 
 
 def _settings() -> Settings:

@@ -263,7 +263,7 @@ async def run_quality(
                 raise
             skipped += [f"{arm.name}: not measured, {error}" for arm in group]
     answered = {answer.arm for answer in answers}
-    report = _report([arm for arm in arms if arm.name in answered], answers, suite, seed)
+    report = report_of([arm for arm in arms if arm.name in answered], answers, suite, seed)
     return replace(report, failures=(*skipped, *report.failures))
 
 
@@ -323,7 +323,12 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[。！？])|(?<=[.!?])\s|\n", text.strip(), maxsplit=1)[0]
 
 
-def _report(arms: Sequence[Arm], answers: Sequence[Answer], suite: Suite, seed: int) -> Report:
+def report_of(arms: Sequence[Arm], answers: Sequence[Answer], suite: Suite, seed: int) -> Report:
+    """Every arm against the first, by the suite's margins; contexts are told apart by their ids.
+
+    Raises:
+        NotMeasured: an arm gave no answer at all.
+    """
     failures = tuple(f"{a.arm}: {a.context}: {a.served.error}" for a in answers if a.served.error)
     by_arm = {arm.name: {(a.context, a.question): a for a in answers if a.arm == arm.name} for arm in arms}
     for name, given in by_arm.items():

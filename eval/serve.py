@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from app.prompt import Excerpt, Source, build_messages, question_start
 from eval.arms import Arm, Variant
@@ -20,7 +20,32 @@ from serving.engine import Engine, Message, Request, Sampling
 from serving.errors import ServingError
 from serving.vllm_engine import VllmEngine
 
+EngineName = Literal["vllm", "reference"]
 OpenServer = Callable[[Variant], contextlib.AbstractAsyncContextManager[Server]]
+
+
+# What an engine that computes with transformers, in one step and with a cache of its own, cannot be told.
+_VLLM_ONLY = ("chunk", "kv", "quant")
+
+
+def engine_named(name: str, arms: Sequence[Arm]) -> EngineName:
+    """The engine of this name, which must be one that can serve all the arms.
+
+    Raises:
+        BadArms: there is no such engine, or an arm has a setting that it does not have.
+    """
+    engines: tuple[EngineName, ...] = get_args(EngineName)
+    engine = next((known for known in engines if known == name), None)
+    if engine is None:
+        raise BadArms(f"there is no engine {name!r}; use {' or '.join(engines)}")
+    for arm in arms if engine == "reference" else ():
+        for setting in _VLLM_ONLY:
+            if getattr(arm.variant, setting) is not None:
+                raise BadArms(
+                    f"the arm {arm.name!r} cannot be measured: the reference engine has no {setting}; "
+                    "leave the setting out or measure with --engine vllm"
+                )
+    return engine
 
 
 async def probe(arms: Sequence[Arm], open_server: OpenServer) -> None:
@@ -135,8 +160,13 @@ class EngineServer:
 
 
 @contextlib.asynccontextmanager
-async def opened(variant: Variant, config: EngineConfig, say: Callable[[str], None]) -> AsyncIterator[Server]:
+async def opened(
+    variant: Variant, config: EngineConfig, say: Callable[[str], None], engine: EngineName = "vllm"
+) -> AsyncIterator[Server]:
     """A server for a variant, for as long as the context is open.
+
+    Args:
+        engine: what runs the models of this machine.
 
     Raises:
         StartError: the engine cannot start as configured.
@@ -145,13 +175,22 @@ async def opened(variant: Variant, config: EngineConfig, say: Callable[[str], No
         async with RemoteServer.connect(variant.url, variant.model) as remote:
             yield remote
         return
-    engine = VllmEngine(variant.apply(config))
+    runs = _engine(engine, variant.apply(config))
     say(f"starting the engine ({str(variant) or 'as configured'}), about a minute")
-    await engine.start()
+    await runs.start()
     try:
-        yield EngineServer(engine)
+        yield EngineServer(runs)
     finally:
-        await engine.stop()
+        await runs.stop()
+
+
+def _engine(name: EngineName, config: EngineConfig) -> Engine:
+    if name == "vllm":
+        return VllmEngine(config)
+    # It loads torch.
+    from serving.accel.reference_engine import ReferenceEngine
+
+    return ReferenceEngine(config)
 
 
 def _shortened(source: Source, keep: float) -> Source:

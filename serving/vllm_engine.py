@@ -22,6 +22,7 @@ import structlog
 
 from serving import orphans
 from serving.accel.client import Client, read_exactly
+from serving.chat import ChatTokenizer
 from serving.config import EngineConfig
 from serving.engine import (
     Capabilities,
@@ -41,7 +42,6 @@ from serving.errors import (
     EngineDied,
     EngineMissing,
     EngineUnavailable,
-    ModelUnusable,
     Overloaded,
     PromptTooLong,
     ServingError,
@@ -183,15 +183,10 @@ class VllmEngine:
         return Plan(path=path, tokens_to_compute=computed, eta_s=eta)
 
     def count_tokens(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._chat.count(text)
 
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        chat = [{"role": m.role, "content": self._disarm(m.content)} for m in messages]
-        begun = bool(messages) and messages[-1].role == "assistant"
-        ids = self._tokenizer.apply_chat_template(
-            chat, add_generation_prompt=not begun, continue_final_message=begun, tokenize=True, return_dict=False
-        )
-        return list(ids)
+        return self._chat.render(messages)
 
     @property
     def limits(self) -> Limits:
@@ -229,17 +224,8 @@ class VllmEngine:
         return resolve_model(self._config.model, self._config.models_dir.expanduser(), weights=weights)
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._folder.source)
-
-    @cached_property
-    def _control_tokens(self) -> dict[str, str]:
-        """Every control token and the same text with a zero-width space inside, which no tokenizer takes for it."""
-        # Besides the named ones, tokenizers have control tokens for code and tools, such as <filename>.
-        added = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        return {token: token[0] + "\u200b" + token[1:] for token in (*self._tokenizer.all_special_tokens, *added)}
+    def _chat(self) -> ChatTokenizer:
+        return ChatTokenizer(self._folder)
 
     @property
     def _window(self) -> int:
@@ -274,7 +260,7 @@ class VllmEngine:
         """Start the engine's processes; blocks for as long as that takes."""
         _require_vllm()
         check_window(self._folder, self._config.max_model_len)
-        self._require_chat_template()
+        self._chat.require_template()
         self._accel = Client() if self._config.acceleration else None
         self._environment = _set_environment(self._config, self._folder, self._accel)
         orphans.claim()
@@ -284,17 +270,6 @@ class VllmEngine:
             return AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=[self._step_logger()])
         except Exception as error:
             raise StartError(f"the engine did not start: {error}") from error
-
-    def _require_chat_template(self) -> None:
-        try:
-            template = self._tokenizer.chat_template
-        except (OSError, ValueError) as error:
-            raise ModelUnusable(f"the model {self._folder.name!r} cannot be loaded: {error}") from error
-        if not template:
-            raise ModelUnusable(
-                f"the model {self._folder.name!r} has no chat template, so it is not made for questions; "
-                "set FOREWORD_MODEL to a model that was tuned to follow instructions"
-            )
 
     def _engine_args(self) -> AsyncEngineArgs:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -337,7 +312,7 @@ class VllmEngine:
 
     async def _warm_up(self) -> None:
         """Read some prompts of random tokens: pays one-time costs before the first question, and measures speed."""
-        vocabulary = len(self._tokenizer)
+        vocabulary = len(self._chat.tokenizer)
         draw = random.Random(0)
         modes: tuple[PrefillMode, ...] = ("exact", "sparse") if self.capabilities.sparse else ("exact",)
         for mode in modes:
@@ -395,11 +370,6 @@ class VllmEngine:
     def _remaining(self, reading: _Reading) -> float:
         """Seconds until a prompt that is being read is read, as far as can be told."""
         return self._speed[reading.mode].estimate(reading.total - reading.done, reading.done) or 0.0
-
-    def _disarm(self, text: str) -> str:
-        for token, harmless in self._control_tokens.items():
-            text = text.replace(token, harmless)
-        return text
 
     # --- death ---
 

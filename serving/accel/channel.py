@@ -1,8 +1,9 @@
 """What the service and the workers say to each other: what a request asks for, and what became of it.
 
 A request says it in `SamplingParams.extra_args` (over HTTP `vllm_xargs`), as flat values under the names below. Back
-comes a report, one small line a request, through a named pipe. Writing never waits: what does not fit is lost, and the service then says that it does not know. A line is written
-before the step's tokens leave the worker, so it is there when the first of them arrives.
+comes a report, one small line a request, through a named pipe. Writing never waits: what does not fit is lost, and the
+service then says that it does not know. A line is written before the step's tokens leave the worker, so it is there
+when the first of them arrives.
 """
 
 from __future__ import annotations

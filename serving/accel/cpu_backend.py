@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
@@ -31,7 +32,7 @@ from serving.accel import channel, plugin
 from serving.accel.page_means import KeyOrder, find_key_order, span_means
 from serving.accel.page_tables import VirtualSequences, joined, virtual_sequences
 from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares, tiling
-from serving.accel.requests import Asked, Requests, follow
+from serving.accel.requests import UNREADABLE, Asked, Requests, follow
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -132,10 +133,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
     ) -> _SparseRow | None:
         """The row, if any of its tiles is sparse; what is read densely is counted here, for all layers at once."""
         first = end - (tokens.stop - tokens.start)
-        if not asked.sparse or asked.refusal is not None or first >= asked.prompt_tokens:
+        if not asked.sparse or asked.refusal == UNREADABLE or first >= asked.prompt_tokens:
             return None
-        asked.refusal = self._refusal or _misfit(asked.selector, stock, self.block_size)
-        if asked.refusal is not None:
+        # Another group of layers may still read it sparsely.
+        if refusal := self._refusal or _misfit(asked.selector, stock, self.block_size):
+            asked.refusal = refusal
             return None
         selector = asked.selector
         tiles = tiling(first, tokens.stop - tokens.start, asked.dense_from, self.block_size, selector)
@@ -157,19 +159,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
         places = torch.cat(tokens)
         lengths = torch.tensor([0, *map(len, tokens)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = stock.seq_lens[numbers].contiguous()
-        metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(numbers),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            seq_lens=seq_lens,
-            dtype=self.dtype,
-            query_start_loc=lengths,
-            causal=stock.causal,
-            sliding_window_size=self.window_size,
-            isa=self.isa,
-            enable_kv_split=False,
-            kv_cache_dtype=self.kv_cache_dtype,
+        schedule = _schedule(
+            lengths,
+            seq_lens,
+            heads=(self.num_heads, self.num_kv_heads, self.head_dim),
+            types=(self.dtype, self.kv_cache_dtype, self.isa),
+            split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
         alone = replace(
             stock,
@@ -180,7 +175,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
             seq_lens=seq_lens,
             block_table=stock.block_table[numbers].contiguous(),
             slot_mapping=stock.slot_mapping[places],
-            scheduler_metadata=metadata,
+            scheduler_metadata=schedule,
         )
         return alone, places
 
@@ -213,7 +208,8 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         if split.stock is not None:
             places = split.stock_tokens
             own = torch.empty_like(query[: len(places)])
-            super().forward(layer, query[places], key[places], value[places], kv_cache, split.stock, own)
+            # Keys and values are in the cache; a layer that shares another's has none.
+            super().forward(layer, query[places], key, value, kv_cache, split.stock, own)
             output.view(query.shape)[places] = own
         self._sparse(layer, query, kv_cache, split.sparse, output.view(query.shape))
         return output
@@ -254,19 +250,12 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         pages, heads, page, twice = cache.shape
         folded = cache.view(pages * heads, 1, page * 2, twice // 2)
         key_cache, value_cache = folded.chunk(2, dim=2)
-        metadata = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(sequences.lengths),
-            num_heads=query.shape[1],
-            num_kv_heads=1,
-            head_dim=self.head_size,
-            seq_lens=sequences.lengths,
-            dtype=query.dtype,
-            query_start_loc=sequences.starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=layer.isa,
-            enable_kv_split=False,
-            kv_cache_dtype=self.kv_cache_dtype,
+        schedule = _schedule(
+            sequences.starts,
+            sequences.lengths,
+            heads=(query.shape[1], 1, self.head_size),
+            types=(query.dtype, self.kv_cache_dtype, layer.isa),
+            split=False,
         )
         output = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
@@ -282,13 +271,41 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             sliding_window=-1,
             block_table=sequences.tables,
             softcap=0,
-            scheduler_metadata=metadata,
+            scheduler_metadata=schedule,
             s_aux=None,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,
         )
         return output
+
+
+def _schedule(
+    starts: Tensor, lengths: Tensor, *, heads: tuple[int, int, int], types: tuple[torch.dtype, str, str], split: bool
+) -> Tensor:
+    """The kernel's plan for causal sequences without a window, which is what a step with sparse rows has.
+
+    Args:
+        heads: query heads, KV heads, head size.
+        types: of queries, of the cache, and the instruction set.
+        split: whether the keys of one sequence may be divided among threads.
+    """
+    query_heads, kv_heads, size = heads
+    dtype, kv_cache_dtype, isa = types
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=query_heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        seq_lens=lengths,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=split,
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
 def _heads_first(query: Tensor, heads: int) -> Tensor:

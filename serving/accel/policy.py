@@ -8,6 +8,7 @@ Always kept are the first tokens, those right before the tile, and the tile's ow
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -19,6 +20,10 @@ Heads = Literal["query", "kv"]
 
 # Without a word from the request, so many last tokens of a prompt attend to everything: they hold the question.
 DENSE_TAIL = 256
+
+# Requests set sizes; these keep tensors small and numbers within what torch compares with.
+_LARGEST_TILE = 4096
+_LARGEST = 2**31 - 1
 
 
 class BadSelector(ValueError):
@@ -62,12 +67,12 @@ class Selector:
         if rule not in get_args(Rule):
             raise BadSelector(f"the selector {text!r} begins with {rule!r}; use one of {', '.join(get_args(Rule))}")
         given: dict[str, str] = {"value": value} if value else {}
-        # The default of `late` fits the default rule only.
-        if rule != cls().rule:
-            given["late"] = value
         for setting in rest:
             name, _, one = setting.partition("=")
             given[name] = one
+        # The defaults of `value` and `late` fit the default rule only.
+        if rule != cls().rule:
+            given = {"value": "", "late": given.get("value", ""), **given}
         known = {field.name: field.type for field in fields(cls) if field.name != "rule"}
         values: dict[str, object] = {"rule": rule}
         for name, one in given.items():
@@ -86,7 +91,8 @@ class Selector:
         """All settings, as `parse` reads them."""
         rest = ("tile", "group", "span", "sink", "window", "start", "heads")
         settings = ",".join(f"{name}={getattr(self, name)}" for name in rest)
-        return f"{self.rule}:{self.value:g},late={self.late:g},{settings}"
+        value, late = (repr(one).removesuffix(".0") for one in (self.value, self.late))
+        return f"{self.rule}:{value},late={late},{settings}"
 
     def at(self, layer: int, layers: int) -> float:
         """The rule's value in this layer, counted from 0."""
@@ -96,7 +102,7 @@ class Selector:
         if self.heads not in get_args(Heads):
             return f"heads={self.heads!r}; use {' or '.join(get_args(Heads))}"
         values = (self.value, self.late)
-        if self.rule == "budget" and not min(values) >= 1:
+        if self.rule == "budget" and not all(1 <= value < math.inf for value in values):
             return "a budget is at least one token, and so is late"
         if self.rule != "budget" and not all(0 <= value <= 1 for value in values):
             return f"{self.rule} is a share from 0 to 1, and so is late"
@@ -104,6 +110,8 @@ class Selector:
             return "tile, group and span are positive, and a tile is a whole number of groups"
         if min(self.sink, self.window, self.start) < 0:
             return "sink, window and start are not negative"
+        if self.tile > _LARGEST_TILE or max(self.span, self.sink, self.window, self.start) > _LARGEST:
+            return f"a tile is at most {_LARGEST_TILE} tokens, everything else {_LARGEST}"
         return None
 
 
@@ -221,7 +229,8 @@ def keep(shares: Tensor, value: float, tiles: Tiling) -> Tensor:
         # What is kept anyway counts first, so only what it lacks has to be found among the others.
         order = (shares + 2.0 * always).argsort(-1, descending=True)
         ordered = shares.gather(-1, order)
-        enough = ordered.cumsum(-1) - ordered >= value
+        # Rounded sums may reach 1 before the last page.
+        enough = ordered.cumsum(-1) - ordered >= (value if value < 1 else math.inf)
         chosen = torch.empty_like(enough).scatter_(-1, order, ~enough)
     else:
         most = min(shares.shape[-1], max(1, int(value) // tiles.page))

@@ -22,13 +22,16 @@ from typing import Any
 from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
 from serving.accel.policy import DENSE_TAIL, BadSelector, Selector
 
+# Of a request that cannot be understood; other refusals come from layers, and each layer has its own.
+UNREADABLE = "unreadable settings"
+
 
 @dataclass(slots=True)
 class Asked:
     """A request of the engine: what it asked for, and what has been done.
 
-    `refusal` is why it is read exactly although it asked for sparse prefill. `kept_pages` of `total_pages` were read by
-    its tiles, over layers and heads; `selector_s` seconds went into choosing them.
+    `refusal` is why it, or some of the layers, is read exactly although it asked for sparse prefill. `kept_pages` of
+    `total_pages` were read by its tiles, over layers and heads; `selector_s` seconds went into choosing them.
     """
 
     prompt_tokens: int
@@ -74,9 +77,9 @@ def understood(prompt_tokens: int, extra_args: Mapping[str, Any] | None, *, spar
         if (text := given.get(SELECTOR)) is not None:
             asked.selector = Selector.parse(str(text))
         # The last token's attention is what the answer begins with.
-        asked.dense_from = min(int(given.get(DENSE_FROM, prompt_tokens - DENSE_TAIL)), prompt_tokens - 1)
-    except (ValueError, TypeError):
-        asked.refusal = "unreadable settings"
+        asked.dense_from = max(0, min(int(given.get(DENSE_FROM, prompt_tokens - DENSE_TAIL)), prompt_tokens - 1))
+    except (ValueError, TypeError, OverflowError):
+        asked.refusal = UNREADABLE
     return asked
 
 
@@ -125,10 +128,10 @@ class Requests:
 
 def follow(runner: type, requests: Requests) -> None:
     """Wrap a class of model runners so that it tells `requests` what it does. Safe to call again."""
-    if getattr(runner, "_foreword_requests", None) is not None:
-        runner._foreword_requests = requests  # type: ignore[attr-defined]
-        return
+    followed = hasattr(runner, "_foreword_requests")
     runner._foreword_requests = requests  # type: ignore[attr-defined]
+    if followed:
+        return
     execute_model = runner.execute_model  # type: ignore[attr-defined]
 
     @wraps(execute_model)

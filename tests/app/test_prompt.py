@@ -64,7 +64,7 @@ def tokenizer(request: pytest.FixtureRequest) -> tuple[Render, Decode]:
         scripted = ScriptedEngine()
         return scripted.render_chat, scripted.decode
     engine = VllmEngine(EngineConfig())
-    return engine.render_chat, engine._tokenizer.decode
+    return engine.render_chat, engine._chat.tokenizer.decode
 
 
 QUESTIONS = [

@@ -34,6 +34,13 @@ def _own_log() -> Iterator[None]:
         pytest.param(["quality", "--suite", "none"], "there is no suite 'none'", id="suite"),
         pytest.param(["quality", "--tasks", "chess"], "has no task 'chess'", id="task"),
         pytest.param(["quality", "--suite", "full", "--languages", "zh"], "reads English only", id="language"),
+        pytest.param(["quality", "--engine", "abacus"], "there is no engine 'abacus'", id="engine"),
+        pytest.param(
+            ["quality", "--engine", "reference", "--arms", "exact,exact+kv=fp8"],
+            "the reference engine has no kv",
+            id="engine without the setting",
+        ),
+        pytest.param(["pool", "none.jsonl"], "'none.jsonl' cannot be read", id="pool"),
         pytest.param(["speed", "--out", "/dev/null/x"], "cannot be written", id="place"),
     ],
 )
@@ -55,6 +62,27 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "is there already" in result.stderr
     assert out.read_text() == "measured\n"
+
+
+async def test_the_reference_engine_measures_quality(tmp_path: Path) -> None:
+    """One question of one context, in this process, with the default model."""
+    out = tmp_path / "quality.jsonl"
+    suite = tmp_path / "short.toml"
+    suite.write_text(
+        "[verdict]\nmargin = 0.1\nalpha = 0.05\ninformative = 0.6\n"
+        "[contexts]\ntasks = ['copying']\nlanguages = ['en']\nlengths = [450]\nnumber = 1\nquestions = 1\n"
+    )
+    arms = "exact,sparse+select=budget:32/late=32/start=64/window=32"
+    command = ["quality", "--engine", "reference", "--suite", str(suite), "--arms", arms, "--out", str(out)]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    # One pair proves nothing.
+    assert (result.exit_code, result.exception.__class__) == (1, SystemExit), result.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["identity", "engine", "answer", "answer", "summary"]
+    assert lines[0]["engine"] == "reference"
+    assert [line["served"]["path"] for line in lines[2:4]] == ["exact", "sparse"]
+    assert lines[3]["served"]["density"] < 1
+    assert CliRunner().invoke(cli, ["pool", str(out), "--json"]).exit_code == 1
 
 
 @pytest.mark.engine

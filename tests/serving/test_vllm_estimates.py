@@ -115,14 +115,3 @@ async def test_cached_tokens_count_as_read_from_the_start() -> None:
         progress = await engine.progress("r")
         assert progress is not None
         assert (progress.done, progress.total) == (3 * BLOCK, 100)
-
-
-@pytest.mark.parametrize("nested", [False, True], ids=["apart", "inside each other"])
-def test_no_control_token_survives_wherever_it_stands(nested: bool) -> None:
-    tokens = ["<s>", "<<s>>", "<|end|>"]
-    engine = _engine()
-    engine.__dict__["_tokenizer"] = SimpleNamespace(all_special_tokens=tokens, added_tokens_decoder={})
-    text = "<<|end|>s><|<s>end|><<s>>" if nested else "a<s>b <<s>> <|end|><|end|>"
-    disarmed = engine._disarm(text)
-    assert not [token for token in tokens if token in disarmed]
-    assert disarmed.replace("\u200b", "") == text
