@@ -50,7 +50,7 @@ class Selector:
     sink: int = 32
     window: int = 64
     start: int = 1024
-    late: float = 0.1
+    late: float = 0.5
     heads: Heads = "query"
 
     @classmethod
@@ -233,7 +233,7 @@ def keep(shares: Tensor, value: float, tiles: Tiling) -> Tensor:
         enough = ordered.cumsum(-1) - ordered >= (value if value < 1 else math.inf)
         chosen = torch.empty_like(enough).scatter_(-1, order, ~enough)
     else:
-        most = min(shares.shape[-1], max(1, int(value) // tiles.page))
+        most = min(shares.shape[-1], int(value) // tiles.page)
         order = (shares + 2.0 * always).topk(most, -1).indices
         chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, order, True)
     return chosen.logical_and_(visible).logical_or_(always)

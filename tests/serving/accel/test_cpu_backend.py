@@ -396,9 +396,6 @@ def test_pages_are_counted_for_query_heads(make: Make, choices: list[Any], heads
     assert asked.total_pages == tiles.total * SHAPES[0].heads
 
 
-# --- chunks ---
-
-
 def _in_chunks(model: Model, borders: Sequence[int], total: int) -> Tensor:
     """The output of a prompt that is read in chunks."""
     chunks = zip([0, *borders], [*borders, total], strict=True)
@@ -441,9 +438,6 @@ def test_chunks_that_cut_tiles_are_what_the_reference_says(make: Make, choices: 
         chunk = replace(row, first=tiles.first, end=tiles.first + tiles.tokens)
         dense[chunk.first : chunk.end] = _with_pages(model.shape, chunk, tiles, kept)
     _close(output, dense)
-
-
-# --- everything else is vLLM's ---
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,6 @@ def test_means_of_keys_written_by_the_kernel(
     assert find_key_order(write, torch.zeros(1, 1, page, 2 * size, dtype=cache.dtype)) == order
 
 
-# --- orders that are not known ---
-
-
 def _in_order(order: KeyOrder) -> Write:
     def write(keys: Tensor, cache: Tensor) -> None:
         _one_head(keys, cache, order)

@@ -32,8 +32,6 @@ PAGE = 32
 SMALL = Selector(tile=16, group=8, span=8, sink=8, window=16, start=32, late=0.02)
 
 
-# --- settings ---
-
 _sizes = st.integers(0, 2**31 - 1)
 _groups = st.integers(1, 64)
 _values = {"alpha": st.floats(0, 1), "mass": st.floats(0, 1), "budget": st.floats(1, 1e9)}
@@ -140,9 +138,6 @@ def test_the_last_third_of_the_layers_is_late(layers: int, first_late: int) -> N
     assert late == [layer >= first_late for layer in range(layers)]
 
 
-# --- tiles ---
-
-
 @st.composite
 def _tilings(draw: st.DrawFn) -> Tiling:
     group = draw(st.sampled_from([1, 4, 8]))
@@ -152,7 +147,7 @@ def _tilings(draw: st.DrawFn) -> Tiling:
         span=draw(st.sampled_from([4, 8, 16, 32])),
         sink=draw(st.integers(0, 80)),
         window=draw(st.integers(0, 80)),
-        start=draw(st.integers(0, 120)),
+        start=8 * draw(st.integers(0, 15)),
     )
     first, tokens = draw(st.integers(0, 150)), draw(st.integers(1, 150))
     return tiling(first, tokens, draw(st.integers(0, 350)), PAGE, selector)
@@ -187,7 +182,22 @@ def test_tiles(data: st.DataObject, drawn: Tiling) -> None:
     assert (len(tiles.ends), tiles.sparse, tiles.total) == (number + 1, sparse, total)
 
 
-# --- the estimate ---
+@pytest.mark.parametrize(
+    ("start", "dense_from", "sparse"),
+    [
+        pytest.param(96, 144, [96, 112, 128], id="borders of tiles"),
+        pytest.param(97, 143, [112], id="one token further in"),
+        pytest.param(95, 145, [96, 112, 128], id="one token further out"),
+        pytest.param(0, 1000, [64, 80, 96, 112, 128, 144, 160, 176], id="nothing is dense"),
+        pytest.param(176, 176, [], id="before and behind the same border"),
+        pytest.param(1000, 1000, [], id="a short prompt"),
+    ],
+)
+def test_dense_tiles(start: int, dense_from: int, sparse: list[int]) -> None:
+    tiles = tiling(64, 128, dense_from, PAGE, replace(SMALL, sink=0, window=0, start=start))
+    chosen = (tiles.always != tiles.visible).any(-1)
+    assert [64 + 16 * number for number in chosen.nonzero()[:, 0].tolist()] == sparse
+    assert tiles.sparse == bool(sparse)
 
 
 def _tensor(seed: int, *shape: int) -> Tensor:
@@ -251,9 +261,6 @@ def test_a_page_that_is_asked_for_has_the_largest_share() -> None:
     assert page_shares(group_means(query, tiles), means, 1.0, tiles).argmax(-1).tolist() == [[5]]
 
 
-# --- what is kept ---
-
-
 @st.composite
 def _choices(draw: st.DrawFn) -> tuple[Tensor, Tiling]:
     """Shares without ties, and their tiles."""
@@ -286,7 +293,7 @@ def _by_mass(shares: list[float], always: list[bool], visible: list[bool], value
 
 
 def _by_budget(shares: list[float], always: list[bool], visible: list[bool], value: float) -> set[int]:
-    return set(_ordered(shares, always)[: max(1, int(value / PAGE))])
+    return set(_ordered(shares, always)[: int(value / PAGE)])
 
 
 @pytest.mark.parametrize(
@@ -336,8 +343,6 @@ def test_the_least_is_what_is_always_kept_and_one_page(rule: Rule, value: float,
     assert not (kept & ~tiles.visible).any()
     assert (kept.sum(-1) - tiles.always.sum(-1)).max() <= 1
 
-
-# --- chunks ---
 
 TOKENS, DENSE = 700, 650
 CHUNKED = replace(SMALL, value=0.3)

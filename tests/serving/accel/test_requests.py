@@ -98,9 +98,6 @@ def test_reports(asked: Asked, path: str, reason: str | None) -> None:
     }
 
 
-# --- steps ---
-
-
 def _new(id: str, prompt: int | None = PROMPT, **extra_args: Any) -> Any:
     """As vLLM's scheduler announces a request."""
     return SimpleNamespace(
@@ -215,9 +212,6 @@ def test_a_request_is_reported_once_and_when_the_step_is_over(requests: Requests
         assert reports == before
         requests.end()
         assert reports == ["second", "first"]
-
-
-# --- runners ---
 
 
 class Runner:
