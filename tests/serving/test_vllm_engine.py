@@ -83,7 +83,7 @@ def reading_engine(*prompts: tuple[str, int, int]) -> VllmEngine:
     """An engine that reads prompts of these (id, total, done)."""
     engine = VllmEngine(EngineConfig())
     for id, total, done in prompts:
-        engine._reading[id] = vllm_engine._Reading(total=total, done=done, alone=False)
+        engine._reading[id] = vllm_engine._Reading("exact", total=total, done=done, alone=False)
     return engine
 
 
@@ -168,7 +168,7 @@ async def test_an_engine_leaves_no_settings_behind_for_the_next(monkeypatch: pyt
     monkeypatch.setenv("DO_NOT_TRACK", "mine")
     folder = ModelFolder(source="/models/a", name="a", config={"hidden_size": 8})
     engine = VllmEngine(EngineConfig(kv_gib=3))
-    engine._environment = vllm_engine._set_environment(EngineConfig(kv_gib=3), folder)
+    engine._environment = vllm_engine._set_environment(EngineConfig(kv_gib=3), folder, None)
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
     await engine.stop()
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ

@@ -34,7 +34,8 @@ def _engine(loaded: Any = None, **config: Any) -> VllmEngine:
 def _observe(engine: VllmEngine) -> None:
     """A machine that reads a token in a millisecond, whatever came before."""
     for computed in (100, 200, 400, 800):
-        engine._speed.observe(computed, 0, computed / 1000)
+        engine._speed["exact"].observe(computed, 0, computed / 1000)
+        engine._speed["sparse"].observe(computed, 0, computed / 2000)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,19 @@ def test_a_plan_waits_for_the_prompts_before_it(reading: list[tuple[int, int]], 
     engine = _engine(_loaded())
     _observe(engine)
     for number, (total, done) in enumerate(reading):
-        engine._reading[str(number)] = vllm_engine._Reading(total=total, done=done, alone=False)
+        engine._reading[str(number)] = vllm_engine._Reading("exact", total=total, done=done, alone=False)
     plan = engine.plan(Request(range(100), "r", "s"))
     assert (plan.path, plan.tokens_to_compute) == ("exact", 100)
     assert plan.eta_s == pytest.approx(seconds, rel=1e-3)
+
+
+def test_a_sparse_plan_has_a_speed_of_its_own_and_waits_for_exact_prompts() -> None:
+    engine = _engine(_loaded())
+    _observe(engine)
+    engine._reading["0"] = vllm_engine._Reading("exact", total=1000, done=0, alone=False)
+    plan = engine.plan(Request(range(100), "r", "s", prefill="sparse"))
+    assert (plan.path, plan.tokens_to_compute) == ("sparse", 100)
+    assert plan.eta_s == pytest.approx(1.05, rel=1e-3)
 
 
 def test_a_plan_knows_what_is_cached_under_its_salt() -> None:
