@@ -1,0 +1,151 @@
+"""Sparse prefill in the real engine, in float32, where the same numbers give the same words."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from serving.config import EngineConfig
+from serving.engine import Message, Prefill, Request, Sampling
+from serving.vllm_engine import VllmEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+EVERYTHING = "alpha:0,late=0,start=0"
+SPARSE = "alpha:0.05,start=128,window=32"
+
+
+@pytest.fixture(scope="module")
+async def engine() -> AsyncIterator[VllmEngine]:
+    config = EngineConfig(max_model_len=2048, token_budget=256, kv_gib=1, engine_args={"dtype": "float32"})
+    engine = VllmEngine(config)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@dataclass(frozen=True)
+class Answered:
+    text: str
+    prefill: Prefill
+    first: dict[int, float]
+
+
+async def ask(engine: VllmEngine, prompt: Sequence[int], salt: str | None = None, **fields: Any) -> Answered:
+    id = uuid.uuid4().hex
+    request = Request(prompt, id, salt or id, Sampling(max_tokens=12, logprobs=5), **fields)
+    deltas = [delta async for delta in engine.generate(request)]
+    prefill, logprobs = deltas[0].prefill, deltas[0].logprobs
+    assert prefill is not None
+    assert logprobs
+    return Answered("".join(delta.text for delta in deltas), prefill, dict(logprobs[0]))
+
+
+def prompt(engine: VllmEngine, buoys: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    text = " ".join(f"Buoy number {n} lies at a depth of {draw.randrange(20, 90)} metres." for n in range(buoys))
+    question = f"{text} The spare key is in locker {draw.randrange(10, 99)}. Where is the spare key?"
+    return engine.render_chat([Message("user", question)])
+
+
+def close(left: Answered, right: Answered, tolerance: float = 1e-3) -> bool:
+    common = left.first.keys() & right.first.keys()
+    return len(common) >= 4 and all(abs(left.first[token] - right.first[token]) < tolerance for token in common)
+
+
+async def test_the_engine_offers_what_a_worker_has_reported(engine: VllmEngine) -> None:
+    capabilities = engine.capabilities
+    assert capabilities.sparse
+    assert capabilities.selector is not None
+    assert capabilities.selector.startswith("alpha:0.02,")
+
+
+async def test_keeping_everything_answers_as_exact(engine: VllmEngine) -> None:
+    tokens = prompt(engine, 45)
+    exact = await ask(engine, tokens)
+    everything = await ask(engine, tokens, prefill="sparse", selector=EVERYTHING)
+    assert (exact.prefill.path, exact.prefill.density) == ("exact", 1.0)
+    assert (everything.prefill.path, everything.prefill.density) == ("sparse", 1.0)
+    assert everything.text == exact.text
+    assert close(everything, exact)
+
+
+async def test_a_sparse_prompt_is_told_in_full(engine: VllmEngine) -> None:
+    tokens = prompt(engine, 60)
+    told = (await ask(engine, tokens, prefill="sparse", selector=SPARSE, dense_from=len(tokens) - 60)).prefill
+    assert told.path == "sparse"
+    assert told.kept_pages is not None
+    assert told.total_pages is not None
+    assert told.density == told.kept_pages / told.total_pages
+    assert 0.1 < told.density < 0.9
+    assert told.selector_s is not None
+    assert 0 < told.selector_s < 5
+    assert told.fallback_reason is None
+
+
+@pytest.mark.parametrize(
+    ("buoys", "selector", "reason"),
+    [
+        pytest.param(5, None, "short prompt", id="too short"),
+        pytest.param(30, "psychic:1", "unreadable settings", id="no such rule"),
+        pytest.param(30, "alpha:0.02,start=0,span=24,tile=48,group=24", "span does not divide page", id="span"),
+    ],
+)
+async def test_what_cannot_be_sparse_is_exact_and_says_why(
+    engine: VllmEngine, buoys: int, selector: str | None, reason: str
+) -> None:
+    tokens = prompt(engine, buoys)
+    exact = await ask(engine, tokens)
+    answered = await ask(engine, tokens, prefill="sparse", selector=selector)
+    assert answered.prefill.path == "exact"
+    assert answered.prefill.fallback_reason == reason
+    assert (answered.text, answered.first) == (exact.text, exact.first)
+
+
+async def test_exact_sparse_and_answers_share_steps_and_do_not_mix(engine: VllmEngine) -> None:
+    first, second, third = (prompt(engine, n, seed) for n, seed in ((55, 1), (60, 2), (20, 3)))
+    alone = [
+        await ask(engine, first, salt="a"),
+        await ask(engine, second, prefill="sparse", selector=SPARSE),
+        await ask(engine, third),
+    ]
+
+    async def later(seconds: float, *args: Any, **fields: Any) -> Answered:
+        await asyncio.sleep(seconds)
+        return await ask(engine, *args, **fields)
+
+    together = await asyncio.gather(
+        later(0.2, first, salt="b"),
+        later(0.3, second, prefill="sparse", selector=SPARSE),
+        later(0.0, third),
+    )
+    assert [one.text for one in together] == [one.text for one in alone]
+    # Steps that are shared end inside a tile, which then sees the estimate of fewer queries.
+    for mine, other, tolerance in zip(together, alone, (1e-3, 0.5, 1e-3), strict=True):
+        assert close(mine, other, tolerance)
+    assert [one.prefill.path for one in together] == ["exact", "sparse", "exact"]
+    # The blocks written beside sparse rows are those of an exact prompt.
+    again = await ask(engine, first, salt="b")
+    assert again.prefill.path == "warm"
+    assert again.text == alone[0].text
+    assert close(again, alone[0])
+
+
+async def test_sparse_blocks_serve_the_next_question(engine: VllmEngine) -> None:
+    tokens = prompt(engine, 60)
+    cold = await ask(engine, tokens, salt="c", prefill="sparse", selector=SPARSE)
+    warm = await ask(engine, tokens, salt="c", prefill="sparse", selector=SPARSE)
+    assert warm.prefill.path == "warm"
+    assert warm.prefill.fallback_reason is None
+    assert warm.text == cold.text
+    assert close(warm, cold)
+    other = await ask(engine, tokens, salt="d")
+    assert other.prefill.cached_tokens == 0
