@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from serving.accel import channel, plugin
+from serving.accel import channel, pictures, plugin
 from serving.accel.page_means import KeyOrder, find_key_order, span_means
 from serving.accel.page_tables import VirtualSequences, joined, virtual_sequences
 from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares, tiling
@@ -221,6 +221,8 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             kept = self._choose(layer, query[row.tokens], cache, row)
             virtual = virtual_sequences(kept, row.pages, self.num_kv_heads, row.tiles)
             row.asked.selector_s += time.perf_counter() - started
+            if (into := pictures.folder()) is not None:
+                pictures.draw(into, row.asked.trace or "", self.layer, row.tiles.first, kept)
             # A choice of a KV head is one of all its query heads.
             row.asked.kept_pages += virtual.kept * (self.num_heads // len(kept))
             row.asked.total_pages += row.tiles.total * self.num_heads
