@@ -1,4 +1,4 @@
-"""Which pages each layer kept, as pictures: for looking into a selector, off unless FOREWORD_ACCEL_PICTURES is a folder.
+"""Which pages each layer kept, as pictures to look into a selector; off unless FOREWORD_ACCEL_PICTURES is a folder.
 
 A picture shows one layer and step of one request: a row is a tile of queries, a column a page of the cache, and its
 brightness the share of heads that keep it. Pages that a tile cannot see are black.

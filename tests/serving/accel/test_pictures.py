@@ -30,5 +30,5 @@ def test_a_picture_stays_in_its_folder(tmp_path: Path, name: str) -> None:
 def test_off_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(pictures.VARIABLE, raising=False)
     assert pictures.folder() is None
-    monkeypatch.setenv(pictures.VARIABLE, "/tmp/x")
-    assert pictures.folder() == Path("/tmp/x")
+    monkeypatch.setenv(pictures.VARIABLE, "pictures")
+    assert pictures.folder() == Path("pictures")
