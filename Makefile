@@ -14,10 +14,10 @@ VENV_STAMP := .venv/.made
 RUN_STAMP := .venv/.installed-$(DEVICE)
 DEV_STAMP := .venv/.installed-dev-$(DEVICE)
 
-.PHONY: help serve test prepare lint types layers unit format lock clean
+.PHONY: help serve test test-long prepare lint types layers unit format lock clean
 
 help: ## list the commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 serve: $(RUN_STAMP) ## install what is missing, prepare the models, start the service on 127.0.0.1:8000
 	@$(BIN)/foreword serve
@@ -44,6 +44,10 @@ layers: $(DEV_STAMP) ## direction of imports
 unit: $(DEV_STAMP) ## all tests
 	@echo "tests: some minutes; the real engine is started once"
 	@$(BIN)/python -m pytest
+
+test-long: $(DEV_STAMP) prepare ## what takes too long for `make test`; the result goes to docs/test-long.txt
+	@echo "long tests: some minutes; vLLM's own server is started once"
+	@{ date -u +%F; $(BIN)/python -m pytest -m long -v --durations=5; } 2>&1 | tee docs/test-long.txt
 
 format: $(DEV_STAMP) ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
