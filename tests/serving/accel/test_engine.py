@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from serving.config import EngineConfig
 from serving.engine import Message, Prefill, Request, Sampling
@@ -23,7 +24,9 @@ SPARSE = "alpha:0.05,start=128,window=32"
 
 @pytest.fixture(scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
-    config = EngineConfig(max_model_len=2048, token_budget=256, kv_gib=1, engine_args={"dtype": "float32"})
+    # Little room for blocks, so that two long prompts cannot both go on for long.
+    arguments = {"dtype": "float32", "num_gpu_blocks_override": 104}
+    config = EngineConfig(max_model_len=2048, token_budget=256, kv_gib=1, engine_args=arguments)
     engine = VllmEngine(config)
     await engine.start()
     try:
@@ -39,9 +42,11 @@ class Answered:
     first: dict[int, float]
 
 
-async def ask(engine: VllmEngine, prompt: Sequence[int], salt: str | None = None, **fields: Any) -> Answered:
+async def ask(
+    engine: VllmEngine, prompt: Sequence[int], salt: str | None = None, max_tokens: int = 12, **fields: Any
+) -> Answered:
     id = uuid.uuid4().hex
-    request = Request(prompt, id, salt or id, Sampling(max_tokens=12, logprobs=5), **fields)
+    request = Request(prompt, id, salt or id, Sampling(max_tokens=max_tokens, logprobs=5), **fields)
     deltas = [delta async for delta in engine.generate(request)]
     prefill, logprobs = deltas[0].prefill, deltas[0].logprobs
     assert prefill is not None
@@ -149,3 +154,25 @@ async def test_sparse_blocks_serve_the_next_question(engine: VllmEngine) -> None
     assert close(warm, cold)
     other = await ask(engine, tokens, salt="d")
     assert other.prefill.cached_tokens == 0
+
+
+def preemptions() -> float:
+    """Requests that vLLM has put back for want of blocks, so far."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:num_preemptions_total")
+
+
+async def test_a_preempted_prompt_is_read_again_as_it_asked(engine: VllmEngine) -> None:
+    prompts = [
+        engine.render_chat([Message("user", f"Continue this list for as long as you can: {text}")])
+        for text in (" ".join(f"{n}," for n in range(start, start + 300)) for start in (0, 5000))
+    ]
+    # They fit in together, but not with both of their answers.
+    assert 101 <= sum(len(tokens) // 32 + 1 for tokens in prompts) <= 103
+    fields: dict[str, Any] = {"prefill": "sparse", "selector": SPARSE, "max_tokens": 60}
+    alone = [await ask(engine, tokens, **fields) for tokens in prompts]
+    before = preemptions()
+    together = await asyncio.gather(*(ask(engine, tokens, **fields) for tokens in prompts))
+    assert preemptions() > before
+    assert [one.text for one in together] == [one.text for one in alone]
+    assert [one.prefill.path for one in together] == ["sparse", "sparse"]
