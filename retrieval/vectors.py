@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
@@ -52,7 +53,7 @@ class Vectors:
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Embed and store chunks of one document; a chunk that is there already is replaced."""
         vectors: list[Sequence[float]] = [*self._embedder.embed_documents([chunk.text for chunk in chunks])]
-        with _translated():
+        with _translated(), _cleared_memory():
             self._client.get_collection(_COLLECTION).upsert(
                 ids=[f"{chunk.document}:{chunk.number}" for chunk in chunks],
                 embeddings=vectors,
@@ -94,6 +95,24 @@ class Vectors:
     def close(self) -> None:
         """Release the folder."""
         self._client.close()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _cleared_memory() -> Iterator[None]:
+    """Memory that is allocated meanwhile is zero: Chroma's index writes what it has not filled yet to its files.
+
+    There it would keep whatever text this process had in that memory before. Elsewhere than with glibc nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    # M_PERTURB (mallopt(3)): fresh memory is filled with the complement of this byte.
+    mallopt(-6, 0xFF)
+    try:
+        yield
+    finally:
+        mallopt(-6, 0)
 
 
 @contextmanager

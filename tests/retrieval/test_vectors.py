@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -273,3 +276,26 @@ def worn(tmp_path_factory: pytest.TempPathFactory, embedder: Embedder) -> Iterat
     vectors = Vectors(tmp_path_factory.mktemp("worn"), embedder)
     yield vectors
     vectors.close()
+
+
+_OLD_TEXT = """
+import sys
+from pathlib import Path
+from retrieval.embed import Embedder
+from retrieval.passage import Chunk
+from retrieval.vectors import Vectors
+
+vectors = Vectors(Path(sys.argv[1]), Embedder())
+vectors.add([Chunk("ships", 0, 1, 0, 5, "ferry")])
+vectors.close()
+"""
+
+
+def test_what_was_in_memory_is_not_written(tmp_path: Path) -> None:
+    """Of Chroma's index only a part is filled at first, and all of it is written."""
+    # glibc then fills what it hands out with a byte of ours, as if old text stood there.
+    environment = os.environ | {"MALLOC_PERTURB_": str(0xFF ^ ord("Z"))}
+    subprocess.run([sys.executable, "-c", _OLD_TEXT, str(tmp_path)], env=environment, check=True, timeout=120)
+    stored = b"".join(file.read_bytes() for file in tmp_path.rglob("*.bin"))
+    assert len(stored) > 100_000
+    assert b"Z" * 16 not in stored
