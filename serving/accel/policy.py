@@ -21,7 +21,8 @@ Heads = Literal["query", "kv"]
 # Without a word from the request, so many last tokens of a prompt attend to everything: they hold the question.
 DENSE_TAIL = 256
 
-# Requests set sizes; these keep tensors small and numbers within what torch compares with.
+# Requests set sizes; these keep estimates small and numbers within what torch compares with.
+_SMALLEST = 4
 _LARGEST_TILE = 4096
 _LARGEST = 2**31 - 1
 
@@ -106,8 +107,11 @@ class Selector:
             return "a budget is at least one token, and so is late"
         if self.rule != "budget" and not all(0 <= value <= 1 for value in values):
             return f"{self.rule} is a share from 0 to 1, and so is late"
-        if min(self.tile, self.group, self.span) < 1 or self.tile % self.group:
-            return "tile, group and span are positive, and a tile is a whole number of groups"
+        if min(self.group, self.span) < _SMALLEST:
+            return f"group and span are at least {_SMALLEST} tokens"
+        # A span beyond its tile would be seen in full or in part, as the prompt happens to be cut into steps.
+        if self.tile < 1 or self.tile % self.group or self.tile % self.span:
+            return "a tile is a whole number of groups and of spans"
         if min(self.sink, self.window, self.start) < 0:
             return "sink, window and start are not negative"
         if self.tile > _LARGEST_TILE or max(self.span, self.sink, self.window, self.start) > _LARGEST:
@@ -120,7 +124,8 @@ class Tiling:
     """The tiles of consecutive queries of one request: what is the same for every layer.
 
     `lengths` [tiles] counts the queries of each tile that are there, `ends` [tiles] is the position after the last of
-    them. `hidden` [tiles, groups, spans] marks the spans of keys that no query of a group sees, `visible`
+    them. `weights` [tiles, groups] is each group's part in its tile's estimate, zero for groups that are not there, or
+    None when all are. `hidden` [tiles, groups, spans] marks the spans of keys that no query of a group sees, `visible`
     [tiles, pages] the pages that a tile may read, and `always` [tiles, pages] those it reads in any case. `sparse` says
     whether any tile has a choice, `total` is the number of pages that a head would read without it.
     """
@@ -131,6 +136,7 @@ class Tiling:
     page: int
     lengths: Tensor
     ends: Tensor
+    weights: Tensor | None
     hidden: Tensor
     visible: Tensor
     always: Tensor
@@ -153,7 +159,9 @@ def tiling(first: int, tokens: int, dense_from: int, page: int, selector: Select
     dense = (starts < selector.start) | (ends > dense_from)
     always = (begins < selector.sink) | (begins + page > starts[:, None] - selector.window) | dense[:, None]
     # A group may reach beyond the last query, and then sees keys that do not exist yet.
-    last = (starts[:, None] + torch.arange(selector.group, tile + 1, selector.group)).clamp(max=end)
+    last = starts[:, None] + torch.arange(selector.group, tile + 1, selector.group)
+    there = (last > first) & (last - selector.group < end)
+    last = last.clamp(max=end)
     spans = torch.arange(0, len(begins) * page, selector.span)
     return Tiling(
         selector=selector,
@@ -162,6 +170,7 @@ def tiling(first: int, tokens: int, dense_from: int, page: int, selector: Select
         page=page,
         lengths=ends - starts.clamp(min=first),
         ends=ends,
+        weights=None if bool(there.all()) else there / there.sum(1, keepdim=True),
         hidden=spans >= last[..., None],
         visible=visible,
         always=always & visible,
@@ -208,7 +217,11 @@ def page_shares(groups: Tensor, means: Tensor, scale: float, tiles: Tiling) -> T
     kv_heads, _, spans = means.shape
     logits = torch.bmm(groups.reshape(kv_heads, -1, size), means).view(heads, count, rows, spans)
     logits.mul_(scale).masked_fill_(tiles.hidden.to(logits.device), float("-inf"))
-    shares = torch.softmax(logits, -1).mean(2)
+    shares = torch.softmax(logits, -1)
+    if tiles.weights is None:
+        shares = shares.mean(2)
+    else:
+        shares = torch.einsum("htgs,tg->hts", shares, tiles.weights.to(shares.device))
     if tiles.selector.heads == "kv":
         shares = shares.view(kv_heads, -1, count, spans).mean(1)
     return shares.view(len(shares), count, -1, tiles.page // tiles.selector.span).sum(-1)

@@ -528,8 +528,8 @@ def test_groups_of_layers_do_not_refuse_for_each_other(make: Make, order: list[i
 @pytest.mark.parametrize(
     ("selector", "causal", "reason"),
     [
-        pytest.param(f"{SELECTOR_TEXT},span=24", True, "span does not divide page", id="span"),
-        pytest.param(f"{SELECTOR_TEXT},span=64", True, "span does not divide page", id="span larger than a page"),
+        pytest.param(f"{SELECTOR_TEXT},tile=48,span=24", True, "span does not divide page", id="span"),
+        pytest.param(f"{SELECTOR_TEXT},tile=64,span=64", True, "span does not divide page", id="larger span"),
         pytest.param("best:1", True, "unreadable settings", id="settings"),
         pytest.param(SELECTOR_TEXT, False, "not causal", id="not causal"),
         pytest.param(SELECTOR_TEXT.replace("start=64", "start=1000"), True, "short prompt", id="short"),

@@ -33,21 +33,20 @@ SMALL = Selector(tile=16, group=8, span=8, sink=8, window=16, start=32, late=0.0
 
 
 _sizes = st.integers(0, 2**31 - 1)
-_groups = st.integers(1, 64)
 _values = {"alpha": st.floats(0, 1), "mass": st.floats(0, 1), "budget": st.floats(1, 1e9)}
 
 
 @st.composite
 def _selectors(draw: st.DrawFn) -> Selector:
     rule: Rule = draw(st.sampled_from(get_args(Rule)))
-    group = draw(_groups)
+    group, span = draw(st.integers(4, 32)), draw(st.integers(4, 32))
     return Selector(
         rule=rule,
         value=draw(_values[rule]),
         late=draw(_values[rule]),
-        tile=group * draw(st.integers(1, 64)),
+        tile=math.lcm(group, span) * draw(st.integers(1, 4)),
         group=group,
-        span=draw(_groups),
+        span=span,
         sink=draw(_sizes),
         window=draw(_sizes),
         start=draw(_sizes),
@@ -85,7 +84,8 @@ def test_settings_are_written_as_people_write_them() -> None:
 
 
 ONE_TOKEN = "a budget is at least one token, and so is late"
-SIZES = "tile, group and span are positive, and a tile is a whole number of groups"
+SMALL_PARTS = "group and span are at least 4 tokens"
+SIZES = "a tile is a whole number of groups and of spans"
 NEGATIVE = "sink, window and start are not negative"
 LARGE = "a tile is at most 4096 tokens, everything else 2147483647"
 KNOWN = "it has value, tile, group, span, sink, window, start, late, heads"
@@ -115,9 +115,13 @@ KNOWN = "it has value, tile, group, span, sink, window, start, late, heads"
         ("budget:64,late=nan", f"cannot be used: {ONE_TOKEN}"),
         ("budget:inf", f"cannot be used: {ONE_TOKEN}"),
         ("alpha:0.02,tile=0", f"cannot be used: {SIZES}"),
-        ("alpha:0.02,group=0", f"cannot be used: {SIZES}"),
-        ("alpha:0.02,span=-1", f"cannot be used: {SIZES}"),
+        ("alpha:0.02,tile=-64", f"cannot be used: {SIZES}"),
+        ("alpha:0.02,group=0", f"cannot be used: {SMALL_PARTS}"),
+        ("alpha:0.02,group=3", f"cannot be used: {SMALL_PARTS}"),
+        ("alpha:0.02,span=-1", f"cannot be used: {SMALL_PARTS}"),
         ("alpha:0.02,tile=40", f"cannot be used: {SIZES}"),
+        ("alpha:0.02,span=128", f"cannot be used: {SIZES}"),
+        ("alpha:0.02,span=24", f"cannot be used: {SIZES}"),
         ("alpha:0.02,sink=-1", f"cannot be used: {NEGATIVE}"),
         ("alpha:0.02,window=-1", f"cannot be used: {NEGATIVE}"),
         ("alpha:0.02,start=-1", f"cannot be used: {NEGATIVE}"),
@@ -178,6 +182,12 @@ def test_tiles(data: st.DataObject, drawn: Tiling) -> None:
             last = min(start + (group + 1) * selector.group, end) - 1
             spans = [span * selector.span > last for span in range(len(pages) * PAGE // selector.span)]
             assert tiles.hidden[number, group].tolist() == spans
+        there = {(query - start) // selector.group for query in queries}
+        weights = [(group in there) / len(there) for group in range(selector.tile // selector.group)]
+        if tiles.weights is None:
+            assert all(weights)
+        else:
+            assert tiles.weights[number].tolist() == pytest.approx(weights)
         sparse, total = sparse or not dense, total + sum(visible)
     assert (len(tiles.ends), tiles.sparse, tiles.total) == (number + 1, sparse, total)
 
@@ -244,7 +254,12 @@ def test_page_shares(heads: Heads, tiles: Tiling) -> None:
     shares = page_shares(groups, means, 0.5, tiles)
     logits = torch.einsum("htgd,hds->htgs", groups.double(), means.double().repeat_interleave(2, 0)) * 0.5
     weights = torch.where(tiles.hidden, 0.0, logits.exp())
-    weights = (weights / weights.sum(-1, keepdim=True)).mean(2)
+    weights /= weights.sum(-1, keepdim=True)
+    group = tiles.selector.group
+    begins = torch.arange(tiles.first // tiles.selector.tile * tiles.selector.tile, tiles.first + tiles.tokens, group)
+    there = (begins + group > tiles.first).split(tiles.selector.tile // group)
+    # Of a tile that a step cuts, only the groups that are there count.
+    weights = torch.stack([weights[:, n, : len(ok)][:, ok].mean(1) for n, ok in enumerate(there)], 1)
     expected = torch.stack([page.sum(-1) for page in weights.split(PAGE // tiles.selector.span, -1)], -1)
     if heads == "kv":
         expected = torch.stack([pair.mean(0) for pair in expected.split(2)])

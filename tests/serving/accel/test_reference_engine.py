@@ -141,7 +141,7 @@ async def test_a_question_is_read_densely_after_what_is_cached(engine: Reference
     ("selector", "reason"),
     [
         pytest.param(None, "short prompt", id="default"),
-        pytest.param("alpha:0.1,span=24", "span does not divide page", id="span"),
+        pytest.param("alpha:0.1,tile=48,span=24", "span does not divide page", id="span"),
         pytest.param("best", "unreadable settings", id="unreadable"),
     ],
 )
