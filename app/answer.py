@@ -27,6 +27,8 @@ Mode = Literal["auto", "whole", "retrieve"]
 
 # Sparse prefill changes answers a little, so a prompt is read that way only for at least a tenth of the wait.
 _WORTH = 0.9
+# Of a shorter prompt most is read densely whatever is chosen, so that an estimate that says otherwise is noise.
+_LEAST_SPARSE_TOKENS = 2048
 _PROGRESS_EVERY_S = 1.0
 _MAX_TOKENS = 512
 _MAX_TOKENS_SHARE = 0.25
@@ -440,7 +442,7 @@ def _soonest(request: Request, documents: Sequence[Document], services: Services
     engine = services.engine
     exact = replace(request, salt=_salt("exact", documents, services))
     exact_plan = engine.plan(exact)
-    if not engine.capabilities.sparse:
+    if not engine.capabilities.sparse or exact_plan.tokens_to_compute < _LEAST_SPARSE_TOKENS:
         return exact, exact_plan
     how = f"sparse {engine.capabilities.selector}"
     sparse = replace(request, prefill="sparse", salt=_salt(how, documents, services))

@@ -31,28 +31,18 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from serving.accel import channel, pictures, plugin
 from serving.accel.page_means import KeyOrder, find_key_order, span_means
 from serving.accel.page_tables import VirtualSequences, joined, virtual_sequences
-from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares, tiling
-from serving.accel.requests import UNREADABLE, Asked, Requests, follow
+from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares
+from serving.accel.requests import Asked, Requests, follow
+from serving.accel.steps import SparseRow, sparse_rows
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True, slots=True)
-class _SparseRow:
-    """A row of the batch with sparse tiles; `tokens` are its places in the batch, `pages` its pages in the cache."""
-
-    asked: Asked
-    tokens: slice
-    tiles: Tiling
-    pages: Tensor
-    filled: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
     """A step with sparse rows. `stock` is the metadata of the other rows, whose tokens are `stock_tokens`."""
 
-    sparse: list[_SparseRow]
+    sparse: list[SparseRow]
     stock: CPUAttentionMetadata | None
     stock_tokens: Tensor
 
@@ -107,48 +97,19 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
     ) -> CPUAttentionMetadata:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         assert self.requests is not None
-        asked = [self.requests.row(number) for number in range(len(stock.seq_lens))]
-        if not any(one is not None for one in asked):
+        if not any(self.requests.row(number) for number in range(len(stock.seq_lens))):
             return stock
         starts, ends = stock.query_start_loc.tolist(), stock.seq_lens.tolist()
-        sparse: list[_SparseRow] = []
-        others: list[int] = []
-        for number, one in enumerate(asked):
-            row = None
-            if one is not None:
-                tokens = slice(starts[number], starts[number + 1])
-                row = self._row(one, tokens, ends[number], stock, number)
-                if ends[number] >= one.prompt_tokens:
-                    self.requests.ends(one)
-            if row is None:
-                others.append(number)
-            else:
-                sparse.append(row)
+
+        def refusal(asked: Asked) -> str | None:
+            return self._refusal or _misfit(asked.selector, stock, self.block_size)
+
+        sparse = sparse_rows(self.requests, starts, ends, self.block_size, refusal, self.num_heads * self._layers)
         if not sparse:
             return stock
+        chosen = {row.number for row in sparse}
+        others = [number for number in range(len(ends)) if number not in chosen]
         return SparseMetadata(**vars(stock), split=_Split(sparse, *self._others(stock, others)))
-
-    def _row(
-        self, asked: Asked, tokens: slice, end: int, stock: CPUAttentionMetadata, number: int
-    ) -> _SparseRow | None:
-        """The row, if any of its tiles is sparse; what is read densely is counted here, for all layers at once."""
-        first = end - (tokens.stop - tokens.start)
-        if not asked.sparse or asked.refusal == UNREADABLE or first >= asked.prompt_tokens:
-            return None
-        # Another group of layers may still read it sparsely.
-        if refusal := self._refusal or _misfit(asked.selector, stock, self.block_size):
-            asked.refusal = refusal
-            return None
-        selector = asked.selector
-        tiles = tiling(first, tokens.stop - tokens.start, asked.dense_from, self.block_size, selector)
-        if not tiles.sparse:
-            pages = tiles.total * self.num_heads * self._layers
-            asked.kept_pages += pages
-            asked.total_pages += pages
-            return None
-        asked.was_sparse = True
-        pages = stock.block_table[number, : tiles.visible.shape[1]].long()
-        return _SparseRow(asked, tokens, tiles, pages, filled=(end - 1) % self.block_size + 1)
 
     def _others(self, stock: CPUAttentionMetadata, numbers: list[int]) -> tuple[CPUAttentionMetadata | None, Tensor]:
         """The metadata of these rows alone, and the places of their tokens in the batch."""
@@ -211,15 +172,19 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             # Keys and values are in the cache; a layer that shares another's has none.
             super().forward(layer, query[places], key, value, kv_cache, split.stock, own)
             output.view(query.shape)[places] = own
-        self._sparse(layer, query, kv_cache, split.sparse, output.view(query.shape))
+        assert attn_metadata is not None
+        self._sparse(layer, query, kv_cache, attn_metadata.block_table, split.sparse, output.view(query.shape))
         return output
 
-    def _sparse(self, layer: Any, query: Tensor, cache: Tensor, rows: list[_SparseRow], output: Tensor) -> None:
+    def _sparse(
+        self, layer: Any, query: Tensor, cache: Tensor, tables: Tensor, rows: list[SparseRow], output: Tensor
+    ) -> None:
         sequences, queries = [], []
         for row in rows:
             started = time.perf_counter()
-            kept = self._choose(layer, query[row.tokens], cache, row)
-            virtual = virtual_sequences(kept, row.pages, self.num_kv_heads, row.tiles)
+            pages = tables[row.number, : row.tiles.visible.shape[1]].long()
+            kept = self._choose(layer, query[row.tokens], cache, pages, row.tiles)
+            virtual = virtual_sequences(kept, pages, self.num_kv_heads, row.tiles)
             row.asked.selector_s += time.perf_counter() - started
             if (into := pictures.folder()) is not None:
                 pictures.draw(into, row.asked.trace or "", self.layer, row.tiles.first, kept)
@@ -236,14 +201,15 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             output[row.tokens].view(tokens, heads, group, size).copy_(mine.transpose(0, 1))
             done += heads * tokens
 
-    def _choose(self, layer: Any, query: Tensor, cache: Tensor, row: _SparseRow) -> Tensor:
+    def _choose(self, layer: Any, query: Tensor, cache: Tensor, pages: Tensor, tiles: Tiling) -> Tensor:
         assert self.key_order is not None
         scale = 1.0
         if self.kv_cache_dtype in _FP8:
             cache, scale = cache.view(_FP8[self.kv_cache_dtype]), layer._k_scale_float
-        means = span_means(cache, row.pages, row.filled, row.tiles.selector.span, self.key_order, scale)
-        shares = page_shares(group_means(query, row.tiles), means, self.scale, row.tiles)
-        return keep(shares, row.tiles.selector.at(self.layer, self.layers), row.tiles)
+        filled = (tiles.end - 1) % tiles.page + 1
+        means = span_means(cache, pages, filled, tiles.selector.span, self.key_order, scale)
+        shares = page_shares(group_means(query, tiles), means, self.scale, tiles)
+        return keep(shares, tiles.selector.at(self.layer, self.layers), tiles)
 
     def _attend(self, layer: Any, queries: list[Tensor], cache: Tensor, sequences: VirtualSequences) -> Tensor:
         """Attention of virtual sequences, [queries of all heads, query heads of a choice, head size]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -119,64 +120,100 @@ class Selector:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tiling:
-    """The tiles of consecutive queries of one request: what is the same for every layer.
+    """Consecutive queries of one request, cut into tiles: what is the same for every layer.
 
-    `lengths` [tiles] counts the queries of each tile that are there, `ends` [tiles] is the position after the last of
-    them. `weights` [tiles, groups] is each group's part in its tile's estimate, zero for groups that are not there, or
-    None when all are. `hidden` [tiles, groups, spans] marks the spans of keys that no query of a group sees, `visible`
-    [tiles, pages] the pages that a tile may read, and `always` [tiles, pages] those it reads in any case. `sparse` says
-    whether any tile has a choice, `total` is the number of pages that a head would read without it.
+    `tokens` queries from position `first`; tiles that hold a query at `dense_from` or later are dense. Pages are chosen
+    as a whole; `page`, their size in tokens, is a multiple of the selector's span.
     """
 
-    selector: Selector
     first: int
     tokens: int
+    dense_from: int
     page: int
-    lengths: Tensor
-    ends: Tensor
-    weights: Tensor | None
-    hidden: Tensor
-    visible: Tensor
-    always: Tensor
-    sparse: bool
-    total: int
+    selector: Selector
 
+    @property
+    def end(self) -> int:
+        """The position after the last query."""
+        return self.first + self.tokens
 
-def tiling(first: int, tokens: int, dense_from: int, page: int, selector: Selector) -> Tiling:
-    """Cut `tokens` queries from position `first` into tiles.
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return math.ceil(self.end / self.selector.tile) - self.first // self.selector.tile
 
-    Args:
-        dense_from: tiles that hold a query at this position or later are dense.
-        page: tokens of a page; a multiple of the selector's span.
-    """
-    tile, end = selector.tile, first + tokens
-    starts = torch.arange(first // tile * tile, end, tile)
-    ends = (starts + tile).clamp(max=end)
-    begins = torch.arange(0, end, page)
-    visible = begins < ends[:, None]
-    dense = (starts < selector.start) | (ends > dense_from)
-    always = (begins < selector.sink) | (begins + page > starts[:, None] - selector.window) | dense[:, None]
-    # A group may reach beyond the last query, and then sees keys that do not exist yet.
-    last = starts[:, None] + torch.arange(selector.group, tile + 1, selector.group)
-    there = (last > first) & (last - selector.group < end)
-    last = last.clamp(max=end)
-    spans = torch.arange(0, len(begins) * page, selector.span)
-    return Tiling(
-        selector=selector,
-        first=first,
-        tokens=tokens,
-        page=page,
-        lengths=ends - starts.clamp(min=first),
-        ends=ends,
-        weights=None if bool(there.all()) else there / there.sum(1, keepdim=True),
-        hidden=spans >= last[..., None],
-        visible=visible,
-        always=always & visible,
-        sparse=not bool(dense.all()),
-        total=int(visible.sum()),
-    )
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether any tile has a choice."""
+        tile = self.selector.tile
+        begin = max(self.first // tile, math.ceil(self.selector.start / tile)) * tile
+        return begin < self.end and min(begin + tile, self.end) <= self.dense_from
+
+    @cached_property
+    def total(self) -> int:
+        """The number of pages that a head would read if all tiles were dense."""
+        return int(self.visible_pages.sum())
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[tiles], the position at which each begins, also when its first queries are not there."""
+        tile = self.selector.tile
+        return torch.arange(self.first // tile * tile, self.end, tile)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[tiles], the position after the last query of each that is there."""
+        return (self.starts + self.selector.tile).clamp(max=self.end)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[tiles], how many queries of each are there."""
+        return self.ends - self.starts.clamp(min=self.first)
+
+    @cached_property
+    def visible_pages(self) -> Tensor:
+        """[tiles], how many pages the queries of each see."""
+        return (self.ends + self.page - 1) // self.page
+
+    @cached_property
+    def weights(self) -> Tensor | None:
+        """[tiles, groups], the part of each in its tile's estimate, zero if it is not there; None: all are equal."""
+        last = self._group_ends
+        there = (last > self.first) & (last - self.selector.group < self.end)
+        return None if bool(there.all()) else there / there.sum(1, keepdim=True)
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """[tiles, groups, spans], the spans of keys that no query of a group sees."""
+        spans = torch.arange(0, int(self.visible_pages[-1]) * self.page, self.selector.span)
+        # A group may reach beyond the last query, and then sees keys that do not exist yet.
+        return spans >= self._group_ends.clamp(max=self.end)[..., None]
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """[tiles, pages], what each may read."""
+        return self._pages < self.ends[:, None]
+
+    @cached_property
+    def always(self) -> Tensor:
+        """[tiles, pages], what each reads in any case."""
+        begins, selector = self._pages, self.selector
+        dense = (self.starts < selector.start) | (self.ends > self.dense_from)
+        near = begins + self.page > self.starts[:, None] - selector.window
+        return ((begins < selector.sink) | near | dense[:, None]) & self.visible
+
+    @property
+    def _pages(self) -> Tensor:
+        """[pages], the position of the first token of each."""
+        return torch.arange(0, self.end, self.page)
+
+    @property
+    def _group_ends(self) -> Tensor:
+        """[tiles, groups], the position after the last query of each, there or not."""
+        tile, group = self.selector.tile, self.selector.group
+        return self.starts[:, None] + torch.arange(group, tile + 1, group)
 
 
 def group_means(query: Tensor, tiles: Tiling) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from serving.accel import channel
-from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares, tiling
+from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares
 from serving.accel.requests import Asked, understood
 from serving.chat import ChatTokenizer
 from serving.config import EngineConfig
@@ -285,7 +285,7 @@ class ReferenceEngine:
             asked.refusal = "span does not divide page"
         if not asked.sparse or asked.refusal is not None:
             return _Step(asked)
-        tiles = tiling(first, tokens, asked.dense_from, self._page, asked.selector)
+        tiles = Tiling(first, tokens, asked.dense_from, self._page, asked.selector)
         layers = int(self._model.config.num_hidden_layers)
         if not tiles.sparse:
             pages = tiles.total * int(self._model.config.num_attention_heads) * layers

@@ -151,7 +151,7 @@ SPARSE = {"selector": "alpha:0.02", "seconds_per_token": 1e-4}
 
 
 async def test_a_prompt_is_read_sparsely_where_that_is_sooner(service: Service) -> None:
-    id = await service.upload("wide.txt", b"The fourth boat is called Heron. " * 40, collection="wide")
+    id = await service.upload("wide.txt", b"The fourth boat is called Heron. " * 300, collection="wide")
     await _read_exactly(service, id)
     with _scripted(service, **SPARSE):
         body = (await service.ask("What is it called?", documents=[id])).json()
@@ -178,7 +178,7 @@ async def test_a_prompt_is_read_sparsely_where_that_is_sooner(service: Service) 
 async def test_a_prompt_is_read_exactly_otherwise(
     service: Service, changes: dict[str, Any], acceleration: Literal["auto", "off"]
 ) -> None:
-    id = await service.upload("narrow.txt", b"The fifth boat is called Egret. " * 40, collection="narrow")
+    id = await service.upload("narrow.txt", b"The fifth boat is called Egret. " * 300, collection="narrow")
     await _read_exactly(service, id)
     ask = Ask("What is it called?", documents=(id,), acceleration=acceleration)
     with _scripted(service, **changes):
@@ -187,8 +187,17 @@ async def test_a_prompt_is_read_exactly_otherwise(
     assert prepared.alone == (acceleration == "off")
 
 
+async def test_a_short_prompt_is_read_exactly_whatever_the_estimate_says(service: Service) -> None:
+    id = await service.upload("brief.txt", b"The ninth boat is called Plover. " * 100, collection="brief")
+    await _read_exactly(service, id)
+    with _scripted(service, **SPARSE):
+        prepared = await _prepared(service, Ask("What is it called?", documents=(id,)))
+    assert 500 < prepared.context.plan.tokens_to_compute < 2048
+    assert (prepared.request.prefill, prepared.context.plan.path) == ("exact", "exact")
+
+
 async def test_a_prompt_is_read_exactly_without_an_estimate(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    id = await service.upload("first.txt", b"The sixth boat is called Stilt. " * 40, collection="first")
+    id = await service.upload("first.txt", b"The sixth boat is called Stilt. " * 300, collection="first")
     monkeypatch.setattr(service.engine, "_speed", PrefillSpeed())
     with _scripted(service, **SPARSE):
         prepared = await _prepared(service, Ask("What is it called?", documents=(id,)))
@@ -196,7 +205,7 @@ async def test_a_prompt_is_read_exactly_without_an_estimate(service: Service, mo
 
 
 async def test_modes_and_selectors_share_no_cache(service: Service) -> None:
-    id = await service.upload("apart.txt", b"The seventh boat is called Crane. " * 40, collection="apart")
+    id = await service.upload("apart.txt", b"The seventh boat is called Crane. " * 300, collection="apart")
     ask = Ask("What is it called?", documents=(id,))
     await _read_exactly(service, id)
     salts = []
@@ -208,7 +217,7 @@ async def test_modes_and_selectors_share_no_cache(service: Service) -> None:
 
 
 async def test_documents_that_were_read_sparsely_are_found_in_the_cache(service: Service) -> None:
-    id = await service.upload("again.txt", b"The eighth boat is called Avocet. " * 40, collection="again")
+    id = await service.upload("again.txt", b"The eighth boat is called Avocet. " * 300, collection="again")
     await _read_exactly(service, id)
     with _scripted(service, **SPARSE):
         paths = [

@@ -86,6 +86,7 @@ async def test_the_reference_engine_measures_quality(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 async def test_a_shape_without_weights_is_timed_by_the_real_engine(tmp_path: Path) -> None:
     out = tmp_path / "speed.jsonl"
     command = "eval speed --shape tiny --arms exact,warm --lengths 512,9000 --repeats 2".split()

@@ -109,7 +109,9 @@ async def test_the_clock_does_not_run_while_a_call_waits(own: Workers) -> None:
 @pytest.mark.parametrize("end", ["crash", "hang", "cancel"])
 async def test_the_end_of_one_call_is_not_that_of_those_waiting(own: Workers, end: str) -> None:
     await process_of(own)
-    first = asyncio.create_task(own.run(LONG_S, os._exit, 7) if end == "crash" else own.run(0.5, time.sleep, LONG_S))
+    limit_s = 0.5 if end == "hang" else LONG_S
+    call = own.run(limit_s, os._exit, 7) if end == "crash" else own.run(limit_s, time.sleep, LONG_S)
+    first = asyncio.create_task(call)
     await asyncio.sleep(0)
     waiting = [asyncio.create_task(own.run(LONG_S, operator.add, n, 1)) for n in range(3)]
     await asyncio.sleep(0)

@@ -282,9 +282,9 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     choose = SparseCPUAttentionImpl._choose
 
-    def spy(self: Any, layer: Any, query: Tensor, cache: Tensor, row: Any) -> Tensor:
-        kept = choose(self, layer, query, cache, row)
-        made.append((row.tiles, kept))
+    def spy(self: Any, layer: Any, query: Tensor, cache: Tensor, pages: Tensor, tiles: Any) -> Tensor:
+        kept = choose(self, layer, query, cache, pages, tiles)
+        made.append((tiles, kept))
         return kept
 
     monkeypatch.setattr(SparseCPUAttentionImpl, "_choose", spy)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serving.accel.page_tables import VirtualSequences, joined, virtual_sequences
-from serving.accel.policy import Selector, Tiling, tiling
+from serving.accel.policy import Selector, Tiling
 
 steady = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 
@@ -35,7 +35,7 @@ class Choice:
 @st.composite
 def _choices(draw: st.DrawFn) -> Choice:
     selector = Selector(tile=draw(st.sampled_from([8, 16, 48])), group=8, span=8)
-    tiles = tiling(draw(st.integers(0, 150)), draw(st.integers(1, 120)), 0, PAGE, selector)
+    tiles = Tiling(draw(st.integers(0, 150)), draw(st.integers(1, 120)), 0, PAGE, selector)
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
     seed = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -100,7 +100,7 @@ def test_requests_follow_each_other(choices: list[Choice]) -> None:
 
 @pytest.mark.parametrize("requests", [1, 2])
 def test_kernels_get_contiguous_int32(requests: int) -> None:
-    tiles = tiling(20, 40, 0, PAGE, Selector(tile=16, group=8, span=8))
+    tiles = Tiling(20, 40, 0, PAGE, Selector(tile=16, group=8, span=8))
     kept = tiles.visible.expand(2, -1, -1).contiguous()
     sequences = joined([virtual_sequences(kept, torch.tensor([3, 1]), 1, tiles)] * requests)
     for tensor in (sequences.starts, sequences.lengths, sequences.tables):
@@ -110,7 +110,7 @@ def test_kernels_get_contiguous_int32(requests: int) -> None:
 
 def test_a_small_one_written_out() -> None:
     # Queries 40 to 69 in tiles of 16: 40-47, 48-63, 64-69.
-    tiles = tiling(40, 30, 0, PAGE, Selector(tile=16, group=8, span=8))
+    tiles = Tiling(40, 30, 0, PAGE, Selector(tile=16, group=8, span=8))
     kept = torch.tensor(
         [
             [[1, 1, 0], [0, 1, 0], [1, 0, 1]],

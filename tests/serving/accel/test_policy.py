@@ -22,7 +22,6 @@ from serving.accel.policy import (
     group_means,
     keep,
     page_shares,
-    tiling,
 )
 
 steady = settings(deadline=None, derandomize=True, database=None, max_examples=100)
@@ -154,7 +153,7 @@ def _tilings(draw: st.DrawFn) -> Tiling:
         start=8 * draw(st.integers(0, 15)),
     )
     first, tokens = draw(st.integers(0, 150)), draw(st.integers(1, 150))
-    return tiling(first, tokens, draw(st.integers(0, 350)), PAGE, selector)
+    return Tiling(first, tokens, draw(st.integers(0, 350)), PAGE, selector)
 
 
 @steady
@@ -162,7 +161,7 @@ def _tilings(draw: st.DrawFn) -> Tiling:
 def test_tiles(data: st.DataObject, drawn: Tiling) -> None:
     selector, first, end = drawn.selector, drawn.first, drawn.first + drawn.tokens
     dense_from = data.draw(st.integers(0, end + 10))
-    tiles = tiling(first, drawn.tokens, dense_from, PAGE, selector)
+    tiles = Tiling(first, drawn.tokens, dense_from, PAGE, selector)
     pages = range(-(-end // PAGE))
     sparse, total = False, 0
     for number, tile in enumerate(range(first // selector.tile, -(-end // selector.tile))):
@@ -204,7 +203,7 @@ def test_tiles(data: st.DataObject, drawn: Tiling) -> None:
     ],
 )
 def test_dense_tiles(start: int, dense_from: int, sparse: list[int]) -> None:
-    tiles = tiling(64, 128, dense_from, PAGE, replace(SMALL, sink=0, window=0, start=start))
+    tiles = Tiling(64, 128, dense_from, PAGE, replace(SMALL, sink=0, window=0, start=start))
     chosen = (tiles.always != tiles.visible).any(-1)
     assert [64 + 16 * number for number in chosen.nonzero()[:, 0].tolist()] == sparse
     assert tiles.sparse == bool(sparse)
@@ -238,7 +237,7 @@ def test_group_means(tiles: Tiling, heads: int) -> None:
 
 
 def test_group_means_of_half_precision_are_summed_in_float32() -> None:
-    tiles = tiling(0, 16, 0, PAGE, replace(SMALL, tile=16, group=16))
+    tiles = Tiling(0, 16, 0, PAGE, replace(SMALL, tile=16, group=16))
     query = torch.ones(16, 1, 1, dtype=torch.bfloat16)
     query[0] = 256
     assert group_means(query, tiles).tolist() == [[[[271 / 16]]]]
@@ -269,7 +268,7 @@ def test_page_shares(heads: Heads, tiles: Tiling) -> None:
 
 
 def test_a_page_that_is_asked_for_has_the_largest_share() -> None:
-    tiles = tiling(480, 16, 1000, PAGE, SMALL)
+    tiles = Tiling(480, 16, 1000, PAGE, SMALL)
     means = torch.zeros(1, 4, tiles.hidden.shape[-1])
     means[0, 0, 5 * PAGE // SMALL.span] = 10
     query = torch.tensor([1.0, 0, 0, 0]).expand(16, 1, 4)
@@ -341,7 +340,7 @@ def test_everything_visible_is_kept(rule: Rule, value: float, choice: tuple[Tens
 
 
 def test_a_mass_of_one_keeps_what_rounding_hides() -> None:
-    tiles = tiling(16 * PAGE - 16, 16, 10**6, PAGE, replace(SMALL, rule="mass"))
+    tiles = Tiling(16 * PAGE - 16, 16, 10**6, PAGE, replace(SMALL, rule="mass"))
     shares = torch.full((1, 1, 16), 1e-9)
     shares[..., 0] = 1
     assert keep(shares, 1.0, tiles).all()
@@ -365,7 +364,7 @@ CHUNKED = replace(SMALL, value=0.3)
 
 def _kept(first: int, tokens: int) -> dict[int, Tensor]:
     """By the beginning of the tile: [heads, pages] of the whole prompt."""
-    tiles = tiling(first, tokens, DENSE, PAGE, CHUNKED)
+    tiles = Tiling(first, tokens, DENSE, PAGE, CHUNKED)
     kept = keep(_shares(7, tiles), CHUNKED.value, tiles)
     padded = torch.nn.functional.pad(kept, (0, -(-TOKENS // PAGE) - kept.shape[-1]))
     begin = first // CHUNKED.tile * CHUNKED.tile
@@ -384,7 +383,7 @@ def _chunks(borders: list[int]) -> list[tuple[int, int]]:
 @few
 @given(st.sets(st.integers(1, (TOKENS - 1) // CHUNKED.tile)))
 def test_chunks_of_whole_tiles_choose_as_the_whole_prompt_does(borders: set[int]) -> None:
-    assert sum(int(tile.sum()) for tile in _whole().values()) < 0.9 * 4 * tiling(0, TOKENS, DENSE, PAGE, CHUNKED).total
+    assert sum(int(tile.sum()) for tile in _whole().values()) < 0.9 * 4 * Tiling(0, TOKENS, DENSE, PAGE, CHUNKED).total
     for first, tokens in _chunks(sorted(border * CHUNKED.tile for border in borders)):
         for begin, kept in _kept(first, tokens).items():
             assert torch.equal(kept, _whole()[begin]), (first, tokens, begin)
@@ -402,7 +401,7 @@ def test_budgets_of_the_engine_choose_as_the_whole_prompt_does(budget: int) -> N
 @given(st.sets(st.integers(1, TOKENS - 1), max_size=6))
 def test_a_tile_cut_by_a_chunk_still_keeps_what_it_must(borders: set[int]) -> None:
     for first, tokens in _chunks(sorted(borders)):
-        tiles = tiling(first, tokens, DENSE, PAGE, CHUNKED)
+        tiles = Tiling(first, tokens, DENSE, PAGE, CHUNKED)
         kept = keep(_shares(7, tiles), CHUNKED.value, tiles)
         assert not (tiles.always & ~kept).any()
         assert not (kept & ~tiles.visible).any()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from serving.accel.policy import Selector, tiling
+from serving.accel.policy import Selector, Tiling
 from serving.accel.reference import dense_attention, sparse_attention
 
 PAGE, SIZE, SCALE = 32, 16, 0.3
@@ -55,7 +55,7 @@ def test_dense(first: int, tokens: int, heads: int, kv_heads: int) -> None:
 @shapes
 def test_every_page_kept_is_dense(first: int, tokens: int, heads: int, kv_heads: int, per_kv_head: bool) -> None:
     query, key, value = _prompt(first, tokens, heads, kv_heads)
-    tiles = tiling(first, tokens, 0, PAGE, SELECTOR)
+    tiles = Tiling(first, tokens, 0, PAGE, SELECTOR)
     kept = tiles.visible.expand(kv_heads if per_kv_head else heads, -1, -1)
     expected = dense_attention(query, key, value, first, SCALE)
     assert torch.equal(sparse_attention(query, key, value, kept, SCALE, tiles), expected)
@@ -65,7 +65,7 @@ def test_every_page_kept_is_dense(first: int, tokens: int, heads: int, kv_heads:
 @shapes
 def test_some_pages_kept_is_a_mask(first: int, tokens: int, heads: int, kv_heads: int, per_kv_head: bool) -> None:
     query, key, value = _prompt(first, tokens, heads, kv_heads)
-    tiles = tiling(first, tokens, 0, PAGE, SELECTOR)
+    tiles = Tiling(first, tokens, 0, PAGE, SELECTOR)
     choices = kv_heads if per_kv_head else heads
     seed = torch.Generator().manual_seed(4)
     kept = torch.rand(choices, *tiles.visible.shape, generator=seed) < 0.5

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.accel.page_means import span_means
-from serving.accel.policy import Selector, tiling
+from serving.accel.policy import Selector, Tiling
 from serving.accel.reference import dense_attention, sparse_attention
 from serving.accel.reference_engine import (
     ReferenceEngine,
@@ -108,7 +108,7 @@ async def test_sparse_is_something_else_and_always_the_same(engine: ReferenceEng
 async def test_density_is_the_share_of_pages_that_the_policy_keeps(engine: ReferenceEngine) -> None:
     ids = prompt(engine)
     prefill, _, _ = await ask(engine, request(ids, "density", LITTLE))
-    tiles = tiling(0, len(ids), len(ids) - 20, PAGE, Selector.parse(LITTLE))
+    tiles = Tiling(0, len(ids), len(ids) - 20, PAGE, Selector.parse(LITTLE))
     shape = engine._model.config
     rows = shape.num_hidden_layers * shape.num_attention_heads
     assert prefill.kept_pages == int(tiles.always.sum()) * rows
@@ -251,7 +251,7 @@ def test_masks_are_the_written_out_attention(first: int, heads: str, monkeypatch
     query = torch.randn(4, 200 - first, 8, generator=noise)
     key, value = torch.randn(2, 200, 8, generator=noise), torch.randn(2, 200, 8, generator=noise)
     selector = Selector.parse(f"alpha:0.1,start=0,window=0,sink=16,tile=32,heads={heads}")
-    tiles = tiling(first, 200 - first, 200, 16, selector)
+    tiles = Tiling(first, 200 - first, 200, 16, selector)
     rows = 2 if heads == "kv" else 4
     shape = (rows, len(tiles.ends), tiles.visible.shape[1])
     kept = (torch.rand(shape, generator=noise) < 0.3) & tiles.visible | tiles.always

@@ -1,0 +1,64 @@
+"""A step of the engine is split: rows with sparse tiles on one side, everything else on the other. For every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from serving.accel.policy import Tiling
+from serving.accel.requests import UNREADABLE, Asked, Requests
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRow:
+    """Row `number` of the batch, which has sparse tiles; `tokens` are its places in the batch."""
+
+    asked: Asked
+    number: int
+    tokens: slice
+    tiles: Tiling
+
+
+def sparse_rows(
+    requests: Requests,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    page: int,
+    refusal: Callable[[Asked], str | None],
+    rows: int,
+) -> list[SparseRow]:
+    """The rows of the running step that are read sparsely. What a request reads exactly is counted here.
+
+    Args:
+        starts: [batch + 1], where the tokens of each row begin in the batch.
+        ends: [batch], the position after the last token of each row in its request.
+        page: tokens that are chosen as a whole.
+        refusal: why a request cannot be read sparsely as it asked, in a few fixed words, or None.
+        rows: layers times heads, for which a page of a dense tile counts.
+    """
+    sparse = []
+    for number, end in enumerate(ends):
+        if (asked := requests.row(number)) is None:
+            continue
+        tokens = slice(starts[number], starts[number + 1])
+        if (tiles := _tiles(asked, tokens, end, page, refusal)) is not None:
+            if tiles.sparse:
+                asked.was_sparse = True
+                sparse.append(SparseRow(asked, number, tokens, tiles))
+            else:
+                asked.kept_pages += tiles.total * rows
+                asked.total_pages += tiles.total * rows
+        if end >= asked.prompt_tokens:
+            requests.ends(asked)
+    return sparse
+
+
+def _tiles(asked: Asked, tokens: slice, end: int, page: int, refusal: Callable[[Asked], str | None]) -> Tiling | None:
+    count = tokens.stop - tokens.start
+    if not asked.sparse or asked.refusal == UNREADABLE or end - count >= asked.prompt_tokens:
+        return None
+    # Another group of layers may still read it sparsely.
+    if reason := refusal(asked):
+        asked.refusal = reason
+        return None
+    return Tiling(end - count, count, asked.dense_from, page, asked.selector)
