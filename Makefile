@@ -47,7 +47,7 @@ unit: $(DEV_STAMP) ## all tests
 
 test-long: $(DEV_STAMP) prepare ## what takes too long for `make test`; the result goes to docs/test-long.txt
 	@echo "long tests: some minutes; vLLM's own server is started once"
-	@{ date -u +%F; $(BIN)/python -m pytest -m long --no-header -rA --durations=5; } 2>&1 | sed "s|$(CURDIR)/||g" | tee docs/test-long.txt
+	@{ date -u +%F; $(BIN)/python -m pytest -m long --no-header -v --durations=5; } 2>&1 | sed "s|$(CURDIR)/||g" | tee docs/test-long.txt
 
 format: $(DEV_STAMP) ## rewrite the code in the project's style
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -8,7 +8,6 @@ rows as virtual sequences.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -28,12 +27,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from serving.accel import channel, pictures, plugin
+from serving.accel import channel, pictures
 from serving.accel.page_means import KeyOrder, find_key_order, span_means
 from serving.accel.page_tables import VirtualSequences, joined, virtual_sequences
 from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares
-from serving.accel.requests import Asked, Requests, follow
-from serving.accel.steps import SparseRow, sparse_rows
+from serving.accel.requests import Asked, Requests
+from serving.accel.steps import SparseRow, follow_runner, sparse_rows
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -90,7 +89,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
         self._refusal = None if None in refusals else refusals.pop()
         self._layers = len(layer_names)
         if SparseCPUMetadataBuilder.requests is None:
-            SparseCPUMetadataBuilder.requests = _follow_runner(vllm_config)
+            SparseCPUMetadataBuilder.requests = follow_runner(vllm_config, Selector(), _report)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -331,18 +330,5 @@ def _key_order(builder: CPUAttentionMetadataBuilder) -> KeyOrder | None:
     return find_key_order(write, cache)
 
 
-def _follow_runner(vllm_config: VllmConfig) -> Requests:
-    """Listen to the model runner of this process, and say that the backend is in use."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    else:
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    # Every rank chooses for its own heads; one of them tells.
-    sender = channel.Sender(os.environ.get(channel.VARIABLE) if get_tensor_model_parallel_rank() == 0 else None)
-    requests = Requests(sparse=plugin.switch() == "sparse", report=lambda asked: sender.send(asked.report()))
-    follow(GPUModelRunner, requests)
-    sender.send({"trace": plugin.HELLO, "selector": str(Selector())})
-    return requests
+def _report(sender: channel.Sender, asked: Asked) -> None:
+    sender.send(asked.report())

@@ -41,5 +41,7 @@ def register() -> None:
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, "serving.accel.cpu_backend.SparseCPUAttentionBackend")
+    elif current_platform.is_cuda():
+        register_backend(AttentionBackendEnum.FLASH_ATTN, "serving.accel.cuda_backend.SparseFlashAttentionBackend")
     else:
         log.warning("%s is set, but there is no acceleration backend for this device", VARIABLE)

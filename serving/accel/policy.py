@@ -56,10 +56,10 @@ class Selector:
     heads: Heads = "query"
 
     @classmethod
-    def parse(cls, text: str) -> Selector:
+    def parse(cls, text: str, default: Selector | None = None) -> Selector:
         """A selector from `rule:value` and settings after commas, such as `alpha:0.02,tile=128,heads=kv`.
 
-        What is not given is the default.
+        What is not given is the default's; devices have different ones.
 
         Raises:
             BadSelector: a setting does not exist or has an unusable value.
@@ -72,8 +72,9 @@ class Selector:
         for setting in rest:
             name, _, one = setting.partition("=")
             given[name] = one
+        default = default or cls()
         # The defaults of `value` and `late` fit the default rule only.
-        if rule != cls().rule:
+        if rule != default.rule:
             given = {"value": "", "late": given.get("value", ""), **given}
         known = {field.name: field.type for field in fields(cls) if field.name != "rule"}
         values: dict[str, object] = {"rule": rule}
@@ -84,7 +85,7 @@ class Selector:
                 values[name] = one if name == "heads" else float(one) if name in ("value", "late") else int(one)
             except ValueError as error:
                 raise BadSelector(f"the selector {text!r} has {name}={one!r}; give a number") from error
-        selector = replace(cls(), **values)  # type: ignore[arg-type]
+        selector = replace(default, **values)  # type: ignore[arg-type]
         if fault := selector._fault():
             raise BadSelector(f"the selector {text!r} cannot be used: {fault}")
         return selector

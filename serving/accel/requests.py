@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
 from serving.accel.policy import DENSE_TAIL, BadSelector, Selector
@@ -26,12 +26,20 @@ from serving.accel.policy import DENSE_TAIL, BadSelector, Selector
 UNREADABLE = "unreadable settings"
 
 
+class Counted(Protocol):
+    """What a device counts of a request."""
+
+    def read(self) -> tuple[int, float]:
+        """Pages kept, and seconds that went into choosing them. Waits for the device."""
+
+
 @dataclass(slots=True)
 class Asked:
     """A request of the engine: what it asked for, and what has been done.
 
     `refusal` is why it, or some of the layers, is read exactly although it asked for sparse prefill. `kept_pages` of
-    `total_pages` were read by its tiles, over layers and heads; `selector_s` seconds went into choosing them.
+    `total_pages` were read by its tiles, over layers and heads; `selector_s` seconds went into choosing them. Where
+    that is known to the device only, `counted` holds the rest.
     """
 
     prompt_tokens: int
@@ -45,6 +53,15 @@ class Asked:
     was_sparse: bool = False
     selector_s: float = 0.0
     reported: bool = False
+    counted: Counted | None = None
+
+    def settle(self) -> None:
+        """Add what the device has counted."""
+        if self.counted is not None:
+            kept_pages, selector_s = self.counted.read()
+            self.kept_pages += kept_pages
+            self.selector_s += selector_s
+            self.counted = None
 
     def report(self) -> dict[str, Any]:
         """What the service is told of it: small, flat, and only once."""
@@ -58,15 +75,19 @@ class Asked:
         }
 
 
-def understood(prompt_tokens: int, extra_args: Mapping[str, Any] | None, *, sparse: bool) -> Asked:
+def understood(
+    prompt_tokens: int, extra_args: Mapping[str, Any] | None, *, sparse: bool, selector: Selector | None = None
+) -> Asked:
     """A request as it was asked; one that cannot be understood is read exactly and says why.
 
     Args:
         sparse: what a request that does not say gets.
+        selector: likewise.
     """
     given = extra_args or {}
     trace = given.get(TRACE)
-    asked = Asked(prompt_tokens, trace=None if trace is None else str(trace))
+    selector = selector or Selector()
+    asked = Asked(prompt_tokens, selector=selector, trace=None if trace is None else str(trace))
     mode = given.get(PREFILL, "sparse" if sparse else "exact")
     if mode == "exact":
         return asked
@@ -75,7 +96,7 @@ def understood(prompt_tokens: int, extra_args: Mapping[str, Any] | None, *, spar
         if mode != "sparse":
             raise BadSelector(f"{PREFILL} is {mode!r}")
         if (text := given.get(SELECTOR)) is not None:
-            asked.selector = Selector.parse(str(text))
+            asked.selector = Selector.parse(str(text), selector)
         # The last token's attention is what the answer begins with.
         asked.dense_from = max(0, min(int(given.get(DENSE_FROM, prompt_tokens - DENSE_TAIL)), prompt_tokens - 1))
     except (ValueError, TypeError, OverflowError):
@@ -86,8 +107,9 @@ def understood(prompt_tokens: int, extra_args: Mapping[str, Any] | None, *, spar
 class Requests:
     """The requests that the model runner works on, and the rows of the step that is running."""
 
-    def __init__(self, *, sparse: bool, report: Callable[[Asked], None]) -> None:
+    def __init__(self, *, sparse: bool, report: Callable[[Asked], None], selector: Selector | None = None) -> None:
         self._sparse = sparse
+        self._selector = selector or Selector()
         self._report = report
         self._asked: dict[str, Asked] = {}
         self._rows: tuple[str, ...] = ()
@@ -112,7 +134,9 @@ class Requests:
             if new.req_id in self._asked or new.prompt_token_ids is None:
                 continue
             extra_args = getattr(new.sampling_params, "extra_args", None)
-            self._asked[new.req_id] = understood(len(new.prompt_token_ids), extra_args, sparse=self._sparse)
+            self._asked[new.req_id] = understood(
+                len(new.prompt_token_ids), extra_args, sparse=self._sparse, selector=self._selector
+            )
 
     def order(self, rows: tuple[str, ...]) -> None:
         """The rows of the running step; called by the wrapped runner."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from serving.accel.policy import Tiling
-from serving.accel.requests import UNREADABLE, Asked, Requests
+from vllm.config import VllmConfig
+
+from serving.accel import channel, plugin
+from serving.accel.policy import Selector, Tiling
+from serving.accel.requests import UNREADABLE, Asked, Requests, follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,32 @@ class SparseRow:
     number: int
     tokens: slice
     tiles: Tiling
+
+
+def follow_runner(
+    vllm_config: VllmConfig, selector: Selector, report: Callable[[channel.Sender, Asked], None]
+) -> Requests:
+    """Listen to the model runner of this process, and say that the backend is in use.
+
+    Args:
+        selector: of requests that do not say.
+        report: sends what became of a request.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    else:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    # Every rank chooses for its own heads; one of them tells.
+    sender = channel.Sender(os.environ.get(channel.VARIABLE) if get_tensor_model_parallel_rank() == 0 else None)
+    requests = Requests(
+        sparse=plugin.switch() == "sparse", selector=selector, report=lambda asked: report(sender, asked)
+    )
+    follow(GPUModelRunner, requests)
+    sender.send({"trace": plugin.HELLO, "selector": str(selector)})
+    return requests
 
 
 def sparse_rows(
