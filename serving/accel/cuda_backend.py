@@ -109,7 +109,7 @@ class _Buffers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scales:
+class Scales:
     """What quantised queries, keys and values are multiplied with; `logits` is the product of the first two."""
 
     query: Tensor
@@ -190,7 +190,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         return SparseMetadata(**vars(stock), split=self._split(rows, stock, starts)) if rows else stock
 
     def _split(self, rows: list[SparseRow], stock: FlashAttentionMetadata, starts: list[int]) -> _Split:
-        split = self._rows_alone(rows)
+        split = rows_alone(rows, self.num_heads_q, self.num_heads_kv, self.device)
         for row in rows:
             row.asked.total_pages += row.tiles.total * self.num_heads_q * self._layers
         chosen = {row.number for row in rows}
@@ -200,21 +200,6 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             keys = stock.seq_lens * _to_device(torch.tensor(others, dtype=torch.int32), self.device)
             split.stock = replace(stock, seq_lens=keys, scheduler_metadata=None)
         return split
-
-    def _rows_alone(self, rows: list[SparseRow]) -> _Split:
-        starts = [torch.zeros(1, dtype=torch.int32)]
-        for row in rows:
-            heads = self.num_heads_q if row.tiles.selector.heads == "query" else self.num_heads_kv
-            if row.asked.counted is None:
-                row.asked.counted = _Counted(self.device, self.num_heads_q // heads)
-            starts.append(kernels.sequence_starts(row.tiles, heads)[1:] + starts[-1][-1])
-        return _Split(
-            sparse=rows,
-            stock=None,
-            starts=_to_device(torch.cat(starts), self.device),
-            longest_tile=max(row.tiles.selector.tile for row in rows),
-            longest=max(row.tiles.end for row in rows),
-        )
 
     def _compile(self, impl: SparseFlashAttentionImpl) -> None:
         """Compile the kernels for requests that leave all but the rule to us: none of them shall wait for that."""
@@ -232,7 +217,8 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             selector = replace(DEFAULT, rule=rule, value=1, late=1)
             tiles = Tiling(pages * page - tokens, tokens, pages * page, self._choice, selector)
             row = SparseRow(Asked(pages * page, sparse=True, selector=selector), 0, slice(0, tokens), tiles)
-            impl.attend(query, cache, table, self._rows_alone([row]), output, _Scales(one, one, one, 1.0))
+            split = rows_alone([row], heads, self.num_heads_kv, self.device)
+            impl.attend(query, cache, table, split, output, Scales(one, one, one, 1.0))
 
 
 class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
@@ -271,13 +257,13 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         if self.quantised:
             kv_cache = kv_cache.view(current_platform.fp8_dtype())
             scale = layer._k_scale_float * (layer._q_scale_float if self.supports_quant_query_input else 1.0)
-        scales = _Scales(layer._q_scale, layer._k_scale, layer._v_scale, scale)
+        scales = Scales(layer._q_scale, layer._k_scale, layer._v_scale, scale)
         shape = (-1, self.num_heads, self.head_size)
         self.attend(query.view(shape), kv_cache, attn_metadata.block_table, split, output.view(shape), scales)
         return output
 
     def attend(
-        self, query: Tensor, cache: Tensor, block_table: Tensor, split: _Split, output: Tensor, scales: _Scales
+        self, query: Tensor, cache: Tensor, block_table: Tensor, split: _Split, output: Tensor, scales: Scales
     ) -> None:
         """Attention of the sparse rows of a step.
 
@@ -287,11 +273,21 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             block_table: [rows, pages], int32.
             output: [tokens, query heads, head size], written where the sparse rows are.
         """
-        size, kv_heads = self.head_size, self.num_kv_heads
-        pages, _, page, _ = cache.shape
+        buffers = split.buffers = split.buffers or self.buffers(query, cache, split, output)
+        self.choose(query, cache, block_table, split, buffers, scales)
+        self.read(cache, split, buffers, scales)
+        tokens = 0
+        for row, shares in zip(split.sparse, buffers.shares, strict=True):
+            count = row.tiles.tokens * self.num_heads
+            kernels.unfold(buffers.output[tokens : tokens + count], row.tiles, len(shares), output[row.tokens])
+            tokens += count
+
+    def choose(
+        self, query: Tensor, cache: Tensor, block_table: Tensor, split: _Split, buffers: _Buffers, scales: Scales
+    ) -> None:
+        """Fold the queries, and make the page tables of their tiles."""
+        keys = cache.transpose(1, 2)[..., : self.head_size]
         folding = kernels.Folding(*cache.stride()[:3])
-        keys = cache.transpose(1, 2)[..., :size]
-        buffers = split.buffers = split.buffers or self._buffers(query, cache, split, output)
         tokens = sequences = 0
         for row, means, shares in zip(split.sparse, buffers.means, buffers.shares, strict=True):
             tiles, table = row.tiles, block_table[row.number]
@@ -300,22 +296,16 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begun.record()
             kernels.span_means(keys, table, tiles, means)
-            kernels.page_shares(
-                query[row.tokens],
-                means,
-                self.scale * scales.logits,
-                tiles,
-                buffers.query[tokens : tokens + tiles.tokens * self.num_heads],
-                shares,
-            )
+            folded = buffers.query[tokens : tokens + tiles.tokens * self.num_heads]
+            kernels.page_shares(query[row.tokens], means, self.scale * scales.logits, tiles, folded, shares)
             kernels.page_tables(
                 shares,
                 tiles.selector.at(self.layer, self.layers),
                 table,
                 tiles,
                 folding,
-                kv_heads,
-                page,
+                self.num_kv_heads,
+                cache.shape[2],
                 buffers.tables[sequences:],
                 buffers.lengths[sequences:],
                 counted.kept,
@@ -324,12 +314,17 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             counted.marks.append((begun, done))
             tokens += tiles.tokens * self.num_heads
             sequences += len(shares) * tiles.count
-        group = self.num_heads // len(buffers.shares[0])
+
+    def read(self, cache: Tensor, split: _Split, buffers: _Buffers, scales: Scales) -> None:
+        """Attention of all virtual sequences, in one call of the kernel."""
+        size, group = self.head_size, self.num_heads // len(buffers.shares[0])
+        pages, kv_heads, page, _ = cache.shape
+        folding = kernels.Folding(*cache.stride()[:3])
         # KV heads become pages: the same memory, seen with other strides.
         folded = cache.as_strided(
             ((pages - 1) * folding.pages + kv_heads, page, 1, 2 * size), (folding.head, folding.token, folding.head, 1)
         )
-        scale_of_sequences = (sequences, 1)
+        scale_of_sequences = (len(buffers.lengths), 1)
         fa_utils.flash_attn_varlen_func(
             q=buffers.query.view(-1, group, size),
             k=folded[..., :size],
@@ -348,13 +343,9 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             v_descale=scales.value.expand(scale_of_sequences),
             num_splits=1,
         )
-        tokens = 0
-        for row, shares in zip(split.sparse, buffers.shares, strict=True):
-            count = row.tiles.tokens * self.num_heads
-            kernels.unfold(buffers.output[tokens : tokens + count], row.tiles, len(shares), output[row.tokens])
-            tokens += count
 
-    def _buffers(self, query: Tensor, cache: Tensor, split: _Split, output: Tensor) -> _Buffers:
+    def buffers(self, query: Tensor, cache: Tensor, split: _Split, output: Tensor) -> _Buffers:
+        """Room for what the layers of a step compute on the way."""
         size, device = self.head_size, query.device
         tokens = sum(row.tiles.tokens for row in split.sparse) * self.num_heads
         sequences = len(split.starts) - 1
@@ -376,6 +367,22 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             means=means,
             shares=shares,
         )
+
+
+def rows_alone(rows: list[SparseRow], num_heads: int, num_kv_heads: int, device: torch.device) -> _Split:
+    starts = [torch.zeros(1, dtype=torch.int32)]
+    for row in rows:
+        heads = num_heads if row.tiles.selector.heads == "query" else num_kv_heads
+        if row.asked.counted is None:
+            row.asked.counted = _Counted(device, num_heads // heads)
+        starts.append(kernels.sequence_starts(row.tiles, heads)[1:] + starts[-1][-1])
+    return _Split(
+        sparse=rows,
+        stock=None,
+        starts=_to_device(torch.cat(starts), device),
+        longest_tile=max(row.tiles.selector.tile for row in rows),
+        longest=max(row.tiles.end for row in rows),
+    )
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

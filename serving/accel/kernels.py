@@ -179,8 +179,9 @@ def page_tables(
         units,
         tables.stride(0),
         folding.pages,
-        # A budget is given in pages.
-        float(value // tiles.page if selector.rule == "budget" else value),
+        # A budget is given in pages, or as a share of those that a tile sees.
+        float(value // tiles.page if selector.rule == "budget" and value >= 1 else value),
+        int(value < 1),
         RULE=_RULES[selector.rule],
         TILE=selector.tile,
         UNIT=tiles.page,
@@ -375,7 +376,19 @@ def _boosted(row, page, visible, begin, sink, window, UNIT: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["first", "end", "dense_from", "start", "sink", "window", "units", "width", "folds", "value"],
+    do_not_specialize=[
+        "first",
+        "end",
+        "dense_from",
+        "start",
+        "sink",
+        "window",
+        "units",
+        "width",
+        "folds",
+        "value",
+        "relative",
+    ],
     do_not_specialize_on_alignment=["table", "tables", "lengths", "kept"],
 )
 def _page_tables(
@@ -394,6 +407,7 @@ def _page_tables(
     width,
     folds,
     value,
+    relative,
     RULE: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -427,6 +441,9 @@ def _page_tables(
             # just enough.
             low = first * 0
             high = low + _ABOVE_ALL
+            most = value
+            if RULE == 2:
+                most = tl.where(relative != 0, tl.floor(value * visible.to(tl.float32)), value)
             for _ in range(31):
                 middle = low + (high - low) // 2
                 number = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -437,7 +454,7 @@ def _page_tables(
                     number += tl.where(above, 1.0 if RULE == 2 else share, 0.0)
                 enough = tl.sum(number, axis=0)
                 if RULE == 2:
-                    little = enough <= value
+                    little = enough <= most
                 else:
                     little = (enough < value) | (value >= 1.0)
                 low = tl.where(little, low, middle)

@@ -37,11 +37,12 @@ class Selector:
     """How pages are chosen. Sizes in tokens.
 
     `rule` reads `value` as: `mass`, the share of the attention that the kept pages have together; `alpha`, the least
-    share of a page relative to the tile's largest; `budget`, the most tokens kept. `tile` queries read the same pages;
-    `group` queries and `span` keys are averaged for the estimate. `sink` first tokens and `window` tokens before the
-    tile are always kept. Tiles that begin before `start` are dense. `heads`: each query head chooses for itself, or
-    all query heads of a KV head together. `late` stands for `value` in the last third of the layers: what is left out
-    there reaches few layers, and in the last one nothing but the logits of the last token.
+    share of a page relative to the tile's largest; `budget`, the most tokens kept, or below 1 the most of those that
+    the tile sees. `tile` queries read the same pages; `group` queries and `span` keys are averaged for the estimate.
+    `sink` first tokens and `window` tokens before the tile are always kept. Tiles that begin before `start` are dense.
+    `heads`: each query head chooses for itself, or all query heads of a KV head together. `late` stands for `value` in
+    the last third of the layers: what is left out there reaches few layers, and in the last one nothing but the logits
+    of the last token.
     """
 
     rule: Rule = "alpha"
@@ -105,8 +106,8 @@ class Selector:
         if self.heads not in get_args(Heads):
             return f"heads={self.heads!r}; use {' or '.join(get_args(Heads))}"
         values = (self.value, self.late)
-        if self.rule == "budget" and not all(1 <= value < math.inf for value in values):
-            return "a budget is at least one token, and so is late"
+        if self.rule == "budget" and not all(0 < value < math.inf for value in values):
+            return "a budget is positive, and so is late"
         if self.rule != "budget" and not all(0 <= value <= 1 for value in values):
             return f"{self.rule} is a share from 0 to 1, and so is late"
         if min(self.group, self.span) < _SMALLEST:
@@ -284,7 +285,9 @@ def keep(shares: Tensor, value: float, tiles: Tiling) -> Tensor:
         enough = ordered.cumsum(-1) - ordered >= (value if value < 1 else math.inf)
         chosen = torch.empty_like(enough).scatter_(-1, order, ~enough)
     else:
-        most = min(shares.shape[-1], int(value) // tiles.page)
-        order = (shares + 2.0 * always).topk(most, -1).indices
-        chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, order, True)
+        seen = tiles.visible_pages.to(shares.device, torch.float32)
+        most = (seen * value).floor() if value < 1 else torch.full_like(seen, value // tiles.page)
+        order = (shares + 2.0 * always).argsort(-1, descending=True)
+        fits = torch.arange(shares.shape[-1], device=shares.device) < most[:, None]
+        chosen = torch.empty_like(always.expand_as(shares)).scatter_(-1, order, fits.expand_as(shares))
     return chosen.logical_and_(visible).logical_or_(always)

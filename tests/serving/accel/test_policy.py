@@ -32,7 +32,7 @@ SMALL = Selector(tile=16, group=8, span=8, sink=8, window=16, start=32, late=0.0
 
 
 _sizes = st.integers(0, 2**31 - 1)
-_values = {"alpha": st.floats(0, 1), "mass": st.floats(0, 1), "budget": st.floats(1, 1e9)}
+_values = {"alpha": st.floats(0, 1), "mass": st.floats(0, 1), "budget": st.floats(1e-3, 1e9)}
 
 
 @st.composite
@@ -82,7 +82,7 @@ def test_settings_are_written_as_people_write_them() -> None:
     )
 
 
-ONE_TOKEN = "a budget is at least one token, and so is late"
+POSITIVE = "a budget is positive, and so is late"
 SMALL_PARTS = "group and span are at least 4 tokens"
 SIZES = "a tile is a whole number of groups and of spans"
 NEGATIVE = "sink, window and start are not negative"
@@ -109,10 +109,10 @@ KNOWN = "it has value, tile, group, span, sink, window, start, late, heads"
         ("alpha:nan", "cannot be used: alpha is a share from 0 to 1, and so is late"),
         ("alpha:0.02,late=-1", "cannot be used: alpha is a share from 0 to 1, and so is late"),
         ("mass:2", "cannot be used: mass is a share from 0 to 1, and so is late"),
-        ("budget:0.5", f"cannot be used: {ONE_TOKEN}"),
-        ("budget:64,late=0", f"cannot be used: {ONE_TOKEN}"),
-        ("budget:64,late=nan", f"cannot be used: {ONE_TOKEN}"),
-        ("budget:inf", f"cannot be used: {ONE_TOKEN}"),
+        ("budget:0", f"cannot be used: {POSITIVE}"),
+        ("budget:64,late=0", f"cannot be used: {POSITIVE}"),
+        ("budget:64,late=nan", f"cannot be used: {POSITIVE}"),
+        ("budget:inf", f"cannot be used: {POSITIVE}"),
         ("alpha:0.02,tile=0", f"cannot be used: {SIZES}"),
         ("alpha:0.02,tile=-64", f"cannot be used: {SIZES}"),
         ("alpha:0.02,group=0", f"cannot be used: {SMALL_PARTS}"),
@@ -307,7 +307,8 @@ def _by_mass(shares: list[float], always: list[bool], visible: list[bool], value
 
 
 def _by_budget(shares: list[float], always: list[bool], visible: list[bool], value: float) -> set[int]:
-    return set(_ordered(shares, always)[: int(value / PAGE)])
+    most = value / PAGE if value >= 1 else float(torch.tensor(float(sum(visible))) * value)
+    return set(_ordered(shares, always)[: int(most)])
 
 
 @pytest.mark.parametrize(
@@ -316,6 +317,7 @@ def _by_budget(shares: list[float], always: list[bool], visible: list[bool], val
         ("alpha", st.floats(0.001, 0.999), _by_alpha),
         ("mass", st.floats(0.001, 0.999), _by_mass),
         ("budget", st.integers(1, 500).map(float), _by_budget),
+        ("budget", st.floats(0.01, 0.99), _by_budget),
     ],
 )
 @steady

@@ -1,0 +1,187 @@
+"""The Triton kernels against the selection in plain torch. With TRITON_INTERPRET=1 they run without a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from serving.accel.policy import Selector, Tiling, group_means, keep
+from serving.accel.policy import page_shares as shares_in_torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="there is no GPU"
+    ),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter cannot multiply matrices of the other.
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+SCALE = 0.2
+SELECTOR = Selector(tile=32, group=16, span=16, sink=16, window=32, start=64, value=0.3, late=0.3)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a request, in tokens; `choice` tokens are chosen together, `page` tokens are a page of the cache."""
+
+    first: int
+    tokens: int
+    dense_from: int
+    choice: int = 32
+    page: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 64
+    selector: Selector = SELECTOR
+
+
+CASES = {
+    "a prompt": Shape(0, 200, 180),
+    "three heads a KV head": Shape(70, 201, 250, choice=64, heads=9, kv_heads=3),
+    "all heads of a KV head choose together": Shape(70, 201, 250, 64, heads=8, selector=replace(SELECTOR, heads="kv")),
+    "mass": Shape(70, 201, 250, 32, 32, selector=replace(SELECTOR, rule="mass", value=0.7)),
+    "all of the mass": Shape(70, 201, 250, selector=replace(SELECTOR, rule="mass", value=1.0)),
+    "a budget": Shape(100, 201, 290, selector=replace(SELECTOR, rule="budget", value=130.0)),
+    "a share of what is seen": Shape(100, 201, 290, selector=replace(SELECTOR, rule="budget", value=0.4)),
+    "one head a KV head": Shape(96, 100, 500, kv_heads=4, size=128, selector=replace(SELECTOR, tile=64, group=8)),
+    "few tokens, one KV head": Shape(130, 3, 500, heads=8, kv_heads=1, selector=replace(SELECTOR, tile=64, group=8)),
+    "the default's sizes": Shape(1100, 200, 1290, 64, 16, 32, 8, 128, Selector(tile=128, value=0.3)),
+    "large pages": Shape(1100, 200, 1290, 128, 128, 32, 8, 128, Selector(tile=128, value=0.3)),
+}
+
+
+class Case:
+    """A request in a cache whose pages lie in any order."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = DTYPE) -> None:
+        first, tokens, dense_from = shape.first, shape.tokens, shape.dense_from
+        choice, page, heads, kv_heads, size = shape.choice, shape.page, shape.heads, shape.kv_heads, shape.size
+        selector = shape.selector
+        noise = torch.Generator().manual_seed(first + heads)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=noise).to(dtype).to(DEVICE)
+
+        self.tiles = Tiling(first, tokens, dense_from, choice, selector)
+        self.page, self.heads, self.kv_heads = page, heads, kv_heads
+        end = self.tiles.end
+        pages = -(-end // page)
+        self.cache = normal(pages + 3, page, kv_heads, 2 * size)
+        self.keys = self.cache[..., :size]
+        self.table = torch.randperm(pages + 3, generator=noise)[:pages].int().to(DEVICE)
+        self.query = normal(tokens, heads, size)
+        self.pages = -(-end // choice)
+        self.spans = self.pages * choice // selector.span
+        in_order = self.keys[self.table.long()].reshape(-1, kv_heads, size)[:end].float().cpu()
+        padded = torch.nn.functional.pad(in_order, (0, 0, 0, 0, 0, self.spans * selector.span - end))
+        counts = (end - torch.arange(0, self.spans * selector.span, selector.span)).clamp(1, selector.span)
+        sums = padded.view(self.spans, selector.span, kv_heads, size).sum(1)
+        self.means = (sums / counts[:, None, None]).permute(1, 0, 2)
+        self.choosing = heads if selector.heads == "query" else kv_heads
+        means = self.means.to(dtype).float().transpose(1, 2).contiguous()
+        rounded = group_means(self.query.cpu(), self.tiles).to(dtype).float()
+        self.shares = shares_in_torch(rounded, means, SCALE, self.tiles)
+        starts = self.tiles.starts
+        self.sparse = ((starts >= selector.start) & (self.tiles.ends <= dense_from)).tolist()
+
+
+@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def test_span_means(case: Case) -> None:
+    from serving.accel import kernels
+
+    means = torch.full((case.kv_heads, case.spans, case.keys.shape[-1]), float("nan"), device=DEVICE)
+    kernels.span_means(case.keys, case.table, case.tiles, means)
+    torch.testing.assert_close(means.cpu(), case.means, rtol=1e-5, atol=1e-6)
+
+
+def test_page_shares(case: Case) -> None:
+    from serving.accel import kernels
+
+    means = case.means.to(case.query.dtype).to(DEVICE).contiguous()
+    folded = torch.full_like(case.query.view(-1, case.query.shape[-1]), float("nan"))
+    shares = torch.full((case.choosing, case.tiles.count, case.pages), float("nan"), device=DEVICE)
+    kernels.page_shares(case.query, means, SCALE, case.tiles, folded, shares)
+    assert any(case.sparse)
+    for tile, sparse in enumerate(case.sparse):
+        if sparse:
+            seen = int(case.tiles.visible_pages[tile])
+            torch.testing.assert_close(shares[:, tile, :seen].cpu(), case.shares[:, tile, :seen], rtol=5e-3, atol=2e-4)
+    # The queries were folded on the way; unfolded they are as they were.
+    out = torch.full_like(case.query, float("nan"))
+    kernels.unfold(folded, case.tiles, case.choosing, out)
+    assert torch.equal(out, case.query)
+
+
+def test_folded_queries_are_those_of_the_virtual_sequences(case: Case) -> None:
+    from serving.accel import kernels
+
+    means = case.means.to(case.query.dtype).to(DEVICE).contiguous()
+    folded = torch.full_like(case.query.view(-1, case.query.shape[-1]), float("nan"))
+    shares = torch.empty(case.choosing, case.tiles.count, case.pages, device=DEVICE)
+    kernels.page_shares(case.query, means, SCALE, case.tiles, folded, shares)
+    starts = kernels.sequence_starts(case.tiles, case.choosing).tolist()
+    each = case.heads // case.choosing
+    sequence = 0
+    for tile in reversed(range(case.tiles.count)):
+        begin = max(int(case.tiles.starts[tile]), case.tiles.first) - case.tiles.first
+        end = begin + int(case.tiles.lengths[tile])
+        for head in range(case.choosing):
+            expected = case.query[begin:end, head * each : (head + 1) * each].flatten(0, 1)
+            assert torch.equal(folded[starts[sequence] * each : starts[sequence + 1] * each], expected)
+            sequence += 1
+
+
+def test_page_tables(case: Case) -> None:
+    from serving.accel import kernels
+
+    tiles, selector = case.tiles, case.tiles.selector
+    strides = case.keys.stride()
+    folding = kernels.Folding(strides[0], strides[2], strides[1])
+    sequences, parts = case.choosing * tiles.count, tiles.page // case.page
+    tables = torch.full((sequences, case.pages * parts), -1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((sequences,), -1, dtype=torch.int32, device=DEVICE)
+    count = torch.full((1,), 5, device=DEVICE)
+    kernels.page_tables(
+        case.shares.to(DEVICE).contiguous(),
+        selector.value,
+        case.table,
+        tiles,
+        folding,
+        case.kv_heads,
+        case.page,
+        tables,
+        lengths,
+        count,
+    )
+    kept = keep(case.shares, selector.value, tiles)
+    assert int(count) == 5 + int(kept.sum())
+    assert 0.2 < kept.sum() / tiles.visible.sum() / case.choosing <= 1
+    flat, memory = case.cache.as_strided((case.cache.numel(),), (1,)), case.cache
+    sequence = 0
+    for tile in reversed(range(tiles.count)):
+        for head in range(case.choosing):
+            chosen = [
+                page * parts + part
+                for page in kept[head, tile].nonzero()[:, 0].tolist()
+                for part in range(parts)
+                if (page * parts + part) * case.page < int(tiles.ends[tile])
+            ]
+            listed = [page for page in tables[sequence].tolist() if page != -1]
+            kv_head = head * case.kv_heads // case.choosing
+            assert len(listed) == len(chosen)
+            for virtual, page in zip(listed, chosen, strict=True):
+                key = flat[virtual * folding.head : virtual * folding.head + 8]
+                assert torch.equal(key, memory[int(case.table[page]), 0, kv_head, :8])
+            beyond = int(kept[head, tile].sum()) - int(tiles.visible_pages[tile])
+            assert int(lengths[sequence]) == beyond * tiles.page + int(tiles.ends[tile])
+            sequence += 1
