@@ -32,9 +32,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     heads, kv_heads = map(int, given.heads.split("/"))
-    print(
-        f"{torch.cuda.get_device_name()}, {given.chunk:,} queries at the end of {given.length:,}, heads {heads}/{kv_heads}"
-    )
+    where = f"{given.chunk:,} queries at the end of {given.length:,} tokens"
+    print(f"{torch.cuda.get_device_name()}, {where}, heads {heads}/{kv_heads}")
     print(f"{'page':>5} {'selector':42} {'stock':>7} {'kernel':>7} {'choice':>7} {'all':>7} {'x':>6} {'x all':>6}")
     selectors: Mapping[str, Selector] = {
         "tile=128": DEFAULT,

@@ -97,6 +97,16 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True)
+class _Room:
+    """For the selection of one sparse row; what it holds is described where it is written."""
+
+    means: Tensor
+    groups: Tensor
+    estimate: kernels.Estimate
+    shares: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Buffers:
     """What a layer computes on the way; layers run one after another, so the next one takes the same."""
 
@@ -104,8 +114,7 @@ class _Buffers:
     output: Tensor
     tables: Tensor
     lengths: Tensor
-    means: list[Tensor]
-    shares: list[Tensor]
+    rows: list[_Room]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +191,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         def refusal(asked: Asked) -> str | None:
             if known is None:
                 return "lengths are on the device"
-            return self._refusal or _misfit(asked.selector, stock, self._choice, self.num_heads_q // self.num_heads_kv)
+            return self._refusal or _misfit(asked.selector, stock, self._choice)
 
         # Exact for prompts; what it is for other rows does not matter.
         ends = (torch.zeros(count, dtype=torch.int32) if known is None else known[:count]).tolist()
@@ -277,9 +286,9 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         self.choose(query, cache, block_table, split, buffers, scales)
         self.read(cache, split, buffers, scales)
         tokens = 0
-        for row, shares in zip(split.sparse, buffers.shares, strict=True):
+        for row, room in zip(split.sparse, buffers.rows, strict=True):
             count = row.tiles.tokens * self.num_heads
-            kernels.unfold(buffers.output[tokens : tokens + count], row.tiles, len(shares), output[row.tokens])
+            kernels.unfold(buffers.output[tokens : tokens + count], row.tiles, len(room.shares), output[row.tokens])
             tokens += count
 
     def choose(
@@ -289,23 +298,24 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         keys = cache.transpose(1, 2)[..., : self.head_size]
         folding = kernels.Folding(*cache.stride()[:3])
         tokens = sequences = 0
-        for row, means, shares in zip(split.sparse, buffers.means, buffers.shares, strict=True):
+        for row, room in zip(split.sparse, buffers.rows, strict=True):
             tiles, table = row.tiles, block_table[row.number]
             counted = row.asked.counted
             assert isinstance(counted, _Counted)
             begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begun.record()
-            kernels.span_means(keys, table, tiles, means)
+            kernels.span_means(keys, table, tiles, room.means)
             folded = buffers.query[tokens : tokens + tiles.tokens * self.num_heads]
-            kernels.page_shares(query[row.tokens], means, self.scale * scales.logits, tiles, folded, shares)
+            kernels.fold(query[row.tokens], tiles, self.num_kv_heads, folded, room.groups)
+            kernels.estimate(room.groups, room.means, self.scale * scales.logits, tiles, room.estimate)
             kernels.page_tables(
-                shares,
+                room.estimate,
                 tiles.selector.at(self.layer, self.layers),
                 table,
                 tiles,
                 folding,
-                self.num_kv_heads,
                 cache.shape[2],
+                room.shares,
                 buffers.tables[sequences:],
                 buffers.lengths[sequences:],
                 counted.kept,
@@ -313,11 +323,11 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             done.record()
             counted.marks.append((begun, done))
             tokens += tiles.tokens * self.num_heads
-            sequences += len(shares) * tiles.count
+            sequences += len(room.shares) * tiles.count
 
     def read(self, cache: Tensor, split: _Split, buffers: _Buffers, scales: Scales) -> None:
         """Attention of all virtual sequences, in one call of the kernel."""
-        size, group = self.head_size, self.num_heads // len(buffers.shares[0])
+        size, group = self.head_size, self.num_heads // len(buffers.rows[0].shares)
         pages, kv_heads, page, _ = cache.shape
         folding = kernels.Folding(*cache.stride()[:3])
         # KV heads become pages: the same memory, seen with other strides.
@@ -351,21 +361,27 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         sequences = len(split.starts) - 1
         # Rows of tables begin where memory is aligned.
         width = math.ceil(split.longest / cache.shape[2] / 4) * 4
-        means, shares = [], []
+        rows = []
         for row in split.sparse:
-            tiles = row.tiles
+            tiles, selector = row.tiles, row.tiles.selector
             pages = math.ceil(tiles.end / tiles.page)
-            spans = pages * tiles.page // tiles.selector.span
-            means.append(torch.empty(self.num_kv_heads, spans, size, dtype=output.dtype, device=device))
-            heads = self.num_heads if tiles.selector.heads == "query" else self.num_kv_heads
-            shares.append(torch.empty(heads, tiles.count, pages, dtype=torch.float32, device=device))
+            spans, kv_heads = pages * tiles.page // selector.span, self.num_kv_heads
+            each, groups = self.num_heads // kv_heads, selector.tile // selector.group
+            heads = self.num_heads if selector.heads == "query" else kv_heads
+            rows.append(
+                _Room(
+                    means=torch.empty(kv_heads, spans, size, dtype=output.dtype, device=device),
+                    groups=torch.empty(kv_heads, tiles.count, each, groups, size, dtype=output.dtype, device=device),
+                    estimate=kernels.Estimate.empty(tiles, kv_heads, each, device),
+                    shares=torch.empty(heads, tiles.count, pages, dtype=torch.float32, device=device),
+                )
+            )
         return _Buffers(
             query=torch.empty(tokens, size, dtype=query.dtype, device=device),
             output=torch.empty(tokens, size, dtype=output.dtype, device=device),
             tables=torch.empty(sequences, width, dtype=torch.int32, device=device),
             lengths=torch.empty(sequences, dtype=torch.int32, device=device),
-            means=means,
-            shares=shares,
+            rows=rows,
         )
 
 
@@ -413,11 +429,11 @@ def _refusal(impl: FlashAttentionImpl, vllm_config: VllmConfig, page: int) -> st
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _misfit(selector: Selector, metadata: FlashAttentionMetadata, choice: int, each: int) -> str | None:
+def _misfit(selector: Selector, metadata: FlashAttentionMetadata, choice: int) -> str | None:
     """Why a request cannot be read sparsely as it asked, or None."""
     if choice % selector.span:
         return "span does not divide page"
-    if not kernels.fits_sizes(selector, each):
+    if not kernels.fits_sizes(selector):
         return "sizes of the selector"
     if metadata.causal is not True or metadata.mm_prefix_query_range_tensor is not None or metadata.rswa_window:
         return "not causal"

@@ -1,9 +1,10 @@
-"""Selection on CUDA: three launches a row and layer make short page tables from queries and cache. Written in Triton.
+"""Selection on CUDA: short page tables from queries and cache, in four launches a row and layer. Written in Triton.
 
-`span_means` averages neighbouring keys, `page_shares` estimates the attention of each tile, `page_tables` applies the
-rule and lists the pages that are kept. They compute what `policy.py` and `page_tables.py` say, with these differences:
-the softmax is online (Milakov and Gimelshein 2018), products take their inputs in the precision of the model, and the
-rules `mass` and `budget` find their threshold by halving the interval of the shares' bit patterns instead of sorting.
+`span_means` averages neighbouring keys and `fold` neighbouring queries, `estimate` multiplies them, `page_tables`
+applies the rule and lists the pages that are kept. They compute what `policy.py` and `page_tables.py` say, with these
+differences: the softmax is put together from blocks of keys (Milakov and Gimelshein 2018, arXiv:1805.02867), so that
+all of them can be computed at once; products take their inputs in the precision of the model; and the rules `mass` and
+`budget` find their threshold by halving the interval of the shares' bit patterns instead of sorting.
 
 Virtual sequences are in another order than on the CPU: the last tile comes first, and within a tile head after head.
 Dense tiles read the most and stand at the end of a prompt; begun first, they overlap with everything else.
@@ -21,17 +22,18 @@ from vllm.triton_utils import tl, triton
 from serving.accel.policy import Selector, Tiling
 
 _RULES = {"alpha": 0, "mass": 1, "budget": 2}
-# Shares are kept above the smallest normal number of half precision while they are summed.
-_LIFT = tl.constexpr(1024.0)
 # The bits of 4.0, more than a share of what is always kept, which counts 2 more than it is.
 _ABOVE_ALL = tl.constexpr(0x40800000)
 _LOG2_E = math.log2(math.e)
 
-_MEANS_TOKENS = 128
-_SHARES_ROWS = 128
-_MOST_ROWS = 256
 _LARGEST_TILE = 256
-_SHARES_SPANS = 64
+# What a program has before it: tokens whose keys are averaged; groups of queries, spans, and how many times so many
+# spans; estimates, pages.
+_MEANS_TOKENS = 128
+_ROWS = 128
+_SPANS = 64
+_BLOCKS = 8
+_ESTIMATE_PAGES = 4096
 _TABLE_PAGES = 1024
 
 
@@ -51,16 +53,43 @@ class Folding:
         return self.page // self.head
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Attention of groups of queries on pages, in parts that can be computed in any order.
+
+    A group's rows are those of `fold`. `pages` [KV heads, tiles, rows of a tile, pages] in half precision are sums of
+    2 ** (logit - top), where `tops` [KV heads, tiles, rows of a tile, blocks] is the largest logit of the group among
+    `block` neighbouring spans; `totals`, of the same shape, sums the pages of a block.
+    """
+
+    pages: Tensor
+    tops: Tensor
+    totals: Tensor
+    block: int
+
+    @classmethod
+    def empty(cls, tiles: Tiling, kv_heads: int, each: int, device: torch.device) -> Estimate:
+        """Room for the estimate of one row of the batch."""
+        selector = tiles.selector
+        shape = (kv_heads, tiles.count, each * selector.tile // selector.group)
+        pages = math.ceil(tiles.end / tiles.page)
+        block = max(_SPANS, tiles.page // selector.span)
+        blocks = math.ceil(pages * tiles.page / selector.span / block)
+        tops = torch.empty(*shape, blocks, dtype=torch.float32, device=device)
+        # Rows are aligned, so that pages are written in whole words.
+        padded = math.ceil(pages / 8) * 8
+        return cls(torch.empty(*shape, padded, dtype=torch.float16, device=device), tops, torch.empty_like(tops), block)
+
+
 def fits_head(size: int) -> bool:
     """Whether the kernels can serve heads of this size."""
     return size in (64, 128, 256)
 
 
-def fits_sizes(selector: Selector, each: int) -> bool:
-    """Whether the kernels can serve the sizes of a selector, with so many query heads of a KV head."""
+def fits_sizes(selector: Selector) -> bool:
+    """Whether the kernels can serve the sizes of a selector."""
     sizes = (selector.tile, selector.group, selector.span)
-    powers = not any(size & (size - 1) for size in sizes)
-    return powers and selector.tile <= _LARGEST_TILE and each * selector.tile // selector.group <= _MOST_ROWS
+    return not any(size & (size - 1) for size in sizes) and selector.tile <= _LARGEST_TILE
 
 
 def span_means(cache: Tensor, table: Tensor, tiles: Tiling, out: Tensor) -> None:
@@ -91,62 +120,83 @@ def span_means(cache: Tensor, table: Tensor, tiles: Tiling, out: Tensor) -> None
     )
 
 
-def page_shares(query: Tensor, means: Tensor, scale: float, tiles: Tiling, folded: Tensor, out: Tensor) -> None:
-    """The estimated share of each tile's attention on each page; on the way the queries are folded.
-
-    Dense tiles are not estimated, what `out` says of them is undefined.
+def fold(query: Tensor, tiles: Tiling, kv_heads: int, folded: Tensor, groups: Tensor) -> None:
+    """Put queries in the order of the virtual sequences, and average neighbours.
 
     Args:
-        query: [tokens, query heads, head size].
+        query: [tokens, query heads, head size], with any strides but the last.
+        folded: [tokens * query heads, head size], written.
+        groups: [KV heads, tiles, query heads of each, groups, head size], written; groups without queries are zero.
+    """
+    heads, size = query.shape[1:]
+    selector = tiles.selector
+    _fold[tiles.count, heads](
+        query,
+        folded,
+        groups,
+        tiles.first,
+        tiles.end,
+        query.stride(0),
+        query.stride(1),
+        TILE=selector.tile,
+        GROUP=selector.group,
+        EACH=heads // kv_heads,
+        TOGETHER=1 if selector.heads == "query" else heads // kv_heads,
+        SIZE=size,
+        num_warps=4,
+    )
+
+
+def estimate(groups: Tensor, means: Tensor, scale: float, tiles: Tiling, out: Estimate) -> None:
+    """The attention of each group of queries on each page, up to factors that `out` holds, too.
+
+    Args:
+        groups: from `fold`.
         means: [KV heads, spans, head size], from `span_means`.
         scale: factor of the attention's logits, that of quantised queries and keys included.
-        folded: [tokens * query heads, head size], written: the queries in the order of the virtual sequences.
-        out: [heads, tiles, pages] in float32; heads as the selector says.
     """
     selector = tiles.selector
-    heads, kv_heads = query.shape[1], means.shape[0]
-    each, groups = heads // kv_heads, selector.tile // selector.group
-    together = max(1, _SHARES_ROWS // (each * groups))
-    per_head = selector.heads == "query"
-    _page_shares[triton.cdiv(tiles.count, together), kv_heads](
-        query,
+    kv_heads, _, each, count, size = groups.shape
+    spans = means.shape[1]
+    block = out.block
+    rows = tiles.count * each * count
+    _estimate[triton.cdiv(rows, _ROWS), kv_heads, triton.cdiv(spans, block * _BLOCKS)](
+        groups,
         means,
-        folded,
-        out,
+        out.pages,
+        out.tops,
+        out.totals,
         tiles.first,
         tiles.end,
         tiles.dense_from,
         selector.start,
-        tiles.count,
-        means.shape[1],
-        out.shape[2],
+        rows,
+        spans,
+        out.pages.shape[-1],
+        out.tops.shape[-1],
         scale * _LOG2_E,
-        query.stride(0),
-        query.stride(1),
         TILE=selector.tile,
         GROUP=selector.group,
         SPAN=selector.span,
         SPANS_OF_PAGE=tiles.page // selector.span,
         EACH=each,
-        TOGETHER=together,
-        ROWS=triton.next_power_of_2(max(16, together * each * groups)),
-        OUT=triton.next_power_of_2(max(16, together * (each if per_head else 1))),
-        SIZE=query.shape[2],
-        BLOCK=max(_SHARES_SPANS, tiles.page // selector.span),
-        PER_HEAD=per_head,
-        num_warps=8,
-        num_stages=2,
+        ROWS=_ROWS,
+        SIZE=size,
+        BLOCK=block,
+        BLOCKS=_BLOCKS,
+        num_warps=4,
+        num_stages=3,
     )
 
 
 def page_tables(
-    shares: Tensor,
+    estimate: Estimate,
     value: float,
     table: Tensor,
     tiles: Tiling,
     folding: Folding,
-    kv_heads: int,
     page: int,
+    shares: Tensor,
     tables: Tensor,
     lengths: Tensor,
     kept: Tensor,
@@ -154,17 +204,23 @@ def page_tables(
     """Choose pages and list them.
 
     Args:
-        shares: [heads, tiles, pages], from `page_shares`.
         value: of the selector's rule, in this layer.
         table: [pages of the request], int32.
         page: tokens of a page of the cache; several are chosen together if the tiling's are larger.
+        shares: [heads, tiles, pages] in float32, written: the estimated share of each tile's attention on each page.
+            Heads as the selector says. Undefined for dense tiles.
         tables: [virtual sequences, any width that suffices], int32, written.
         lengths: [virtual sequences], int32, written: keys that each reads.
         kept: [1], int64: the number of pages kept is added.
     """
     selector = tiles.selector
     heads, count, units = shares.shape
+    kv_heads, _, rows_of_tile, _ = estimate.pages.shape
+    rows = rows_of_tile * kv_heads // heads
     _page_tables[count, heads](
+        estimate.pages,
+        estimate.tops,
+        estimate.totals,
         shares,
         table,
         tables,
@@ -177,6 +233,8 @@ def page_tables(
         selector.sink,
         selector.window,
         units,
+        estimate.pages.shape[-1],
+        estimate.tops.shape[-1],
         tables.stride(0),
         folding.pages,
         # A budget is given in pages, or as a share of those that a tile sees.
@@ -184,9 +242,16 @@ def page_tables(
         int(value < 1),
         RULE=_RULES[selector.rule],
         TILE=selector.tile,
+        GROUP=selector.group,
+        SPANS_OF_PAGE=tiles.page // selector.span,
+        BLOCK_OF_ESTIMATE=estimate.block,
         UNIT=tiles.page,
         PAGE=page,
-        EACH=heads // kv_heads,
+        CHOOSERS=heads // kv_heads,
+        ROWS=rows,
+        SOME_ROWS=triton.next_power_of_2(rows),
+        SOME_BLOCKS=64,
+        SOME_PAGES=max(16, _ESTIMATE_PAGES // triton.next_power_of_2(rows)),
         BLOCK=_TABLE_PAGES,
         num_warps=4,
     )
@@ -253,118 +318,110 @@ def _span_means(
     tl.store(means + (head * spans + span)[:, None] * SIZE + size[None, :], mean, mask=(span < spans)[:, None])
 
 
-@triton.jit(do_not_specialize=["first", "end", "dense_from", "start", "tiles", "spans", "pages", "scale"])
-def _page_shares(
+@triton.jit(do_not_specialize=["first", "end"])
+def _fold(
     query,
-    means,
     folded,
-    shares,
+    groups,
+    first,
+    end,
+    token_stride,
+    head_stride,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    EACH: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    GROUPS: tl.constexpr = TILE // GROUP
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    head = tl.program_id(1)
+    choosing = tl.num_programs(1) // TOGETHER
+    begin = (first // TILE + tile) * TILE
+    stop = tl.minimum(begin + TILE, end)
+    tile_first = tl.maximum(begin, first)
+    position = begin + tl.arange(0, TILE)
+    there = ((position >= first) & (position < end))[:, None]
+    size = tl.arange(0, SIZE)
+    source = (position - first).to(tl.int64) * token_stride + head * head_stride
+    value = tl.load(query + source[:, None] + size[None, :], mask=there, other=0.0)
+    # int64: the queries of all heads of a long step are many.
+    target = ((end - stop) * choosing + head // TOGETHER * (stop - tile_first) + position - tile_first).to(tl.int64)
+    target = target * TOGETHER + head % TOGETHER
+    tl.store(folded + target[:, None] * SIZE + size[None, :], value, mask=there)
+
+    group = tl.arange(0, GROUPS)
+    group_begin = begin + group * GROUP
+    count = tl.minimum(group_begin + GROUP, end) - tl.maximum(group_begin, first)
+    sums = tl.sum(tl.reshape(value.to(tl.float32), (GROUPS, GROUP, SIZE)), axis=1)
+    mean = (sums / tl.maximum(count, 1).to(tl.float32)[:, None]).to(groups.dtype.element_ty)
+    row = (((head // EACH) * tiles + tile) * EACH + head % EACH) * GROUPS + group
+    tl.store(groups + row[:, None] * SIZE + size[None, :], mean)
+
+
+@triton.jit(
+    do_not_specialize=["first", "end", "dense_from", "start", "rows", "spans", "width", "blocks", "scale"],
+)
+def _estimate(
+    groups,
+    means,
+    sums,
+    tops,
+    totals,
     first,
     end,
     dense_from,
     start,
-    tiles,
+    rows,
     spans,
-    pages,
+    width,
+    blocks,
     scale,
-    token_stride,
-    head_stride,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
     SPANS_OF_PAGE: tl.constexpr,
     EACH: tl.constexpr,
-    TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
-    OUT: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PER_HEAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    # A program has the groups of some tiles and of all query heads of a KV head as its rows, so that it reads the
-    # means of that head once for all of them.
     GROUPS: tl.constexpr = TILE // GROUP
+    PAGES: tl.constexpr = BLOCK // SPANS_OF_PAGE
     kv_head = tl.program_id(1)
-    kv_heads = tl.num_programs(1)
-    # The longest first.
-    tile0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOGETHER
-    row = tl.arange(0, ROWS)
-    tile = tile0 + row // (EACH * GROUPS)
-    each = row // GROUPS % EACH
-    real = (row < TOGETHER * EACH * GROUPS) & (tile < tiles)
-    begin = (first // TILE + tile) * TILE
-    stop = tl.minimum(begin + TILE, end)
-    group_begin = begin + row % GROUPS * GROUP
-    group_end = tl.minimum(group_begin + GROUP, end)
-
-    tile_first = tl.maximum(begin, first)
-    length = stop - tile_first
-    # int64: the queries of all heads of a long step are many.
-    if PER_HEAD:
-        base = ((end - stop) * (kv_heads * EACH) + (kv_head * EACH + each) * length - tile_first).to(tl.int64)
-    else:
-        base = ((end - stop) * kv_heads + kv_head * length - tile_first).to(tl.int64)
-    size = tl.arange(0, SIZE)
-    sums = tl.zeros((ROWS, SIZE), dtype=tl.float32)
-    for n in range(GROUP):
-        position = group_begin + n
-        there = (real & (position >= first) & (position < end))[:, None]
-        source = (position - first).to(tl.int64) * token_stride + (kv_head * EACH + each) * head_stride
-        value = tl.load(query + source[:, None] + size[None, :], mask=there, other=0.0)
-        if PER_HEAD:
-            target = base + position
-        else:
-            target = (base + position) * EACH + each
-        tl.store(folded + target[:, None] * SIZE + size[None, :], value, mask=there)
-        sums += value.to(tl.float32)
-
-    tile0_begin = (first // TILE + tile0) * TILE
-    tile0_stop = tl.minimum(tile0_begin + TILE, end)
-    last_begin = tile0_begin + (TOGETHER - 1) * TILE
-    if (last_begin >= start) & (tile0_stop <= dense_from):
-        count = tl.minimum(group_begin + GROUP, end) - tl.maximum(group_begin, first)
-        mean = (sums / tl.maximum(count, 1).to(tl.float32)[:, None]).to(means.dtype.element_ty)
-        groups = (stop - begin + GROUP - 1) // GROUP - (tile_first - begin) // GROUP
-        if PER_HEAD:
-            chooser = tile * EACH + each - tile0 * EACH
-            weight = 1.0 / tl.maximum(groups, 1).to(tl.float32)
-        else:
-            chooser = tile - tile0
-            weight = 1.0 / (tl.maximum(groups, 1) * EACH).to(tl.float32)
-        weight = tl.where(real & (count > 0), weight, 0.0)
-        chosen_by = tl.arange(0, OUT)
-        average = tl.where(chosen_by[:, None] == chooser[None, :], weight[None, :], 0.0).to(tl.float16)
-
-        # Only what the last of these tiles sees.
-        seen = (tl.minimum(tile0_begin + TOGETHER * TILE, end) + SPAN - 1) // SPAN
-        largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        for at in range(0, seen, BLOCK):
+    row0 = tl.program_id(0) * ROWS
+    last_row = tl.minimum(row0 + ROWS, rows) - 1
+    earliest = (first // TILE + row0 // (EACH * GROUPS)) * TILE
+    latest = (first // TILE + last_row // (EACH * GROUPS)) * TILE
+    at0 = tl.program_id(2) * (BLOCK * BLOCKS)
+    # Only what the last of these tiles sees, and nothing if all of them are dense.
+    seen = (tl.minimum(latest + TILE, end) + SPAN - 1) // SPAN
+    if (latest >= start) & (tl.minimum(earliest + TILE, end) <= dense_from):
+        row = row0 + tl.arange(0, ROWS)
+        real = row < rows
+        begin = (first // TILE + row // (EACH * GROUPS)) * TILE
+        group_end = tl.minimum(begin + row % GROUPS * GROUP + GROUP, end)
+        size = tl.arange(0, SIZE)
+        place = (kv_head * rows + row).to(tl.int64)
+        query = tl.load(groups + place[:, None] * SIZE + size[None, :], mask=real[:, None], other=0.0)
+        for at in range(at0, tl.minimum(at0 + BLOCK * BLOCKS, seen), BLOCK):
             span = at + tl.arange(0, BLOCK)
             source = means + (kv_head * spans + span)[None, :] * SIZE + size[:, None]
             keys = tl.load(source, mask=(span < spans)[None, :], other=0.0)
-            logits = tl.dot(mean, keys) * scale
+            logits = tl.dot(query, keys) * scale
             logits = tl.where((span * SPAN)[None, :] < group_end[:, None], logits, float("-inf"))
-            now = tl.maximum(largest, tl.max(logits, axis=1))
-            total = total * tl.exp2(largest - now) + tl.sum(tl.exp2(logits - now[:, None]), axis=1)
-            largest = now
-        lift = _LIFT / total
-
-        out_tile = tile0 + (chosen_by // EACH if PER_HEAD else chosen_by)
-        head = kv_head * EACH + chosen_by % EACH if PER_HEAD else kv_head + chosen_by * 0
-        out_real = (chosen_by < TOGETHER * (EACH if PER_HEAD else 1)) & (out_tile < tiles)
-        out_row = (head * tiles + out_tile).to(tl.int64) * pages
-        for at in range(0, seen, BLOCK):
-            span = at + tl.arange(0, BLOCK)
-            source = means + (kv_head * spans + span)[None, :] * SIZE + size[:, None]
-            keys = tl.load(source, mask=(span < spans)[None, :], other=0.0)
-            logits = tl.dot(mean, keys) * scale
-            logits = tl.where((span * SPAN)[None, :] < group_end[:, None], logits, float("-inf"))
-            attention = (tl.exp2(logits - largest[:, None]) * lift[:, None]).to(tl.float16)
-            share = tl.dot(average, attention) / _LIFT
-            share = tl.sum(tl.reshape(share, (OUT, BLOCK // SPANS_OF_PAGE, SPANS_OF_PAGE)), axis=2)
-            page = at // SPANS_OF_PAGE + tl.arange(0, BLOCK // SPANS_OF_PAGE)
-            tl.store(shares + out_row[:, None] + page[None, :], share, mask=out_real[:, None] & (page < pages)[None, :])
+            top = tl.max(logits, axis=1)
+            # A group that sees nothing of this block has no largest logit.
+            power = tl.exp2(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
+            of_page = tl.sum(tl.reshape(power, (ROWS, PAGES, SPANS_OF_PAGE)), axis=2)
+            page = at // SPANS_OF_PAGE + tl.arange(0, PAGES)
+            into = sums + place[:, None] * width + page[None, :]
+            tl.store(into, of_page.to(tl.float16), mask=real[:, None] & (page < width)[None, :])
+            block = place * blocks + at // BLOCK
+            tl.store(tops + block, top, mask=real)
+            tl.store(totals + block, tl.sum(of_page, axis=1), mask=real)
 
 
 @triton.jit
@@ -392,6 +449,9 @@ def _boosted(row, page, visible, begin, sink, window, UNIT: tl.constexpr):
     do_not_specialize_on_alignment=["table", "tables", "lengths", "kept"],
 )
 def _page_tables(
+    sums,
+    tops,
+    totals,
     shares,
     table,
     tables,
@@ -404,15 +464,24 @@ def _page_tables(
     sink,
     window,
     units,
+    padded,
+    blocks,
     width,
     folds,
     value,
     relative,
     RULE: tl.constexpr,
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPANS_OF_PAGE: tl.constexpr,
+    BLOCK_OF_ESTIMATE: tl.constexpr,
     UNIT: tl.constexpr,
     PAGE: tl.constexpr,
-    EACH: tl.constexpr,
+    CHOOSERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SOME_ROWS: tl.constexpr,
+    SOME_BLOCKS: tl.constexpr,
+    SOME_PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     PAGES: tl.constexpr = UNIT // PAGE
@@ -430,11 +499,43 @@ def _page_tables(
     least = value * 0.0
     threshold = first * 0
     if sparse:
+        GROUPS: tl.constexpr = TILE // GROUP
+        # The rows of this chooser: the groups of one query head, or of all query heads of a KV head.
+        part = tl.arange(0, SOME_ROWS)
+        real = part < ROWS
+        place = (((head // CHOOSERS) * tiles + tile) * CHOOSERS + head % CHOOSERS).to(tl.int64) * ROWS + part
+        top = tl.full((SOME_ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((SOME_ROWS,), dtype=tl.float32)
+        seen = (visible * SPANS_OF_PAGE + BLOCK_OF_ESTIMATE - 1) // BLOCK_OF_ESTIMATE
+        for at in range(0, seen, SOME_BLOCKS):
+            block = at + tl.arange(0, SOME_BLOCKS)
+            source = place[:, None] * blocks + block[None, :]
+            known = real[:, None] & (block < seen)[None, :]
+            some_tops = tl.load(tops + source, mask=known, other=float("-inf"))
+            some_totals = tl.load(totals + source, mask=known, other=0.0)
+            now = tl.maximum(top, tl.max(some_tops, axis=1))
+            # Rows that are only there to make a power of two have no largest logit.
+            base = tl.where(now == float("-inf"), 0.0, now)
+            total = total * tl.exp2(top - base) + tl.sum(some_totals * tl.exp2(some_tops - base[:, None]), axis=1)
+            top = now
+        group_begin = begin + part % GROUPS * GROUP
+        there = real & (tl.minimum(group_begin + GROUP, end) > tl.maximum(group_begin, first))
+        number = tl.sum(tl.where(there, 1.0, 0.0), axis=0)
+        weight = tl.where(there, 1.0 / (total * number), 0.0)
+        top = tl.where(real, top, 0.0)
+        best = tl.zeros((SOME_PAGES,), dtype=tl.float32)
+        for at in range(0, visible, SOME_PAGES):
+            page = at + tl.arange(0, SOME_PAGES)
+            known = there[:, None] & (page < visible)[None, :]
+            block = page * SPANS_OF_PAGE // BLOCK_OF_ESTIMATE
+            some_tops = tl.load(tops + place[:, None] * blocks + block[None, :], mask=known, other=float("-inf"))
+            some = tl.load(sums + place[:, None] * padded + page[None, :], mask=known, other=0.0).to(tl.float32)
+            share = tl.sum(some * tl.exp2(some_tops - top[:, None]) * weight[:, None], axis=0)
+            tl.store(row + page, share, mask=page < visible)
+            best = tl.maximum(best, share)
+        # What follows reads the shares in another order.
+        tl.debug_barrier()
         if RULE == 0:
-            best = tl.zeros((BLOCK,), dtype=tl.float32)
-            for at in range(0, visible, BLOCK):
-                page = at + tl.arange(0, BLOCK)
-                best = tl.maximum(best, tl.load(row + page, mask=page < visible, other=0.0))
             least = value * tl.max(best, axis=0)
         else:
             # Positive numbers are in the order of their bits. `low` keeps enough or too much, `high` too little or
@@ -480,7 +581,7 @@ def _page_tables(
         cache_page = page[:, None] * PAGES + part[None, :]
         listed = keep[:, None] & (cache_page * PAGE < stop)
         physical = tl.load(table + cache_page, mask=listed, other=0)
-        tl.store(target + place[:, None] * PAGES + part[None, :], physical * folds + head // EACH, mask=listed)
+        tl.store(target + place[:, None] * PAGES + part[None, :], physical * folds + head // CHOOSERS, mask=listed)
     tl.store(lengths + sequence, (found - visible) * UNIT + stop)
     tl.atomic_add(kept, found.to(tl.int64))
 

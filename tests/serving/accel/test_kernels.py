@@ -90,6 +90,17 @@ class Case:
         starts = self.tiles.starts
         self.sparse = ((starts >= selector.start) & (self.tiles.ends <= dense_from)).tolist()
 
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Folded queries, and groups of them."""
+        from serving.accel import kernels
+
+        selector, size = self.tiles.selector, self.query.shape[-1]
+        folded = torch.full_like(self.query.view(-1, size), float("nan"))
+        shape = (self.kv_heads, self.tiles.count, self.heads // self.kv_heads, selector.tile // selector.group, size)
+        groups = torch.full(shape, float("nan"), dtype=DTYPE, device=DEVICE)
+        kernels.fold(self.query, self.tiles, self.kv_heads, folded, groups)
+        return folded, groups
+
 
 @pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
@@ -104,31 +115,10 @@ def test_span_means(case: Case) -> None:
     torch.testing.assert_close(means.cpu(), case.means, rtol=1e-5, atol=1e-6)
 
 
-def test_page_shares(case: Case) -> None:
-    from serving.accel import kernels
-
-    means = case.means.to(case.query.dtype).to(DEVICE).contiguous()
-    folded = torch.full_like(case.query.view(-1, case.query.shape[-1]), float("nan"))
-    shares = torch.full((case.choosing, case.tiles.count, case.pages), float("nan"), device=DEVICE)
-    kernels.page_shares(case.query, means, SCALE, case.tiles, folded, shares)
-    assert any(case.sparse)
-    for tile, sparse in enumerate(case.sparse):
-        if sparse:
-            seen = int(case.tiles.visible_pages[tile])
-            torch.testing.assert_close(shares[:, tile, :seen].cpu(), case.shares[:, tile, :seen], rtol=5e-3, atol=2e-4)
-    # The queries were folded on the way; unfolded they are as they were.
-    out = torch.full_like(case.query, float("nan"))
-    kernels.unfold(folded, case.tiles, case.choosing, out)
-    assert torch.equal(out, case.query)
-
-
 def test_folded_queries_are_those_of_the_virtual_sequences(case: Case) -> None:
+    folded, _ = case.fold()
     from serving.accel import kernels
 
-    means = case.means.to(case.query.dtype).to(DEVICE).contiguous()
-    folded = torch.full_like(case.query.view(-1, case.query.shape[-1]), float("nan"))
-    shares = torch.empty(case.choosing, case.tiles.count, case.pages, device=DEVICE)
-    kernels.page_shares(case.query, means, SCALE, case.tiles, folded, shares)
     starts = kernels.sequence_starts(case.tiles, case.choosing).tolist()
     each = case.heads // case.choosing
     sequence = 0
@@ -139,31 +129,47 @@ def test_folded_queries_are_those_of_the_virtual_sequences(case: Case) -> None:
             expected = case.query[begin:end, head * each : (head + 1) * each].flatten(0, 1)
             assert torch.equal(folded[starts[sequence] * each : starts[sequence + 1] * each], expected)
             sequence += 1
+    # Unfolded they are as they were.
+    out = torch.full_like(case.query, float("nan"))
+    kernels.unfold(folded, case.tiles, case.choosing, out)
+    assert torch.equal(out, case.query)
+
+
+def test_groups(case: Case) -> None:
+    _, groups = case.fold()
+    expected = group_means(case.query.cpu(), case.tiles).unflatten(0, (case.kv_heads, -1)).transpose(1, 2)
+    torch.testing.assert_close(groups.cpu(), expected.to(DTYPE), rtol=1e-2, atol=1e-3)
 
 
 def test_page_tables(case: Case) -> None:
     from serving.accel import kernels
 
     tiles, selector = case.tiles, case.tiles.selector
+    _, groups = case.fold()
+    estimate = kernels.Estimate.empty(tiles, case.kv_heads, case.heads // case.kv_heads, torch.device(DEVICE))
+    for tensor in (estimate.pages, estimate.tops, estimate.totals):
+        tensor.fill_(float("nan"))
+    means = case.means.to(DTYPE).to(DEVICE).contiguous()
+    kernels.estimate(groups, means, SCALE, tiles, estimate)
     strides = case.keys.stride()
     folding = kernels.Folding(strides[0], strides[2], strides[1])
     sequences, parts = case.choosing * tiles.count, tiles.page // case.page
     tables = torch.full((sequences, case.pages * parts), -1, dtype=torch.int32, device=DEVICE)
     lengths = torch.full((sequences,), -1, dtype=torch.int32, device=DEVICE)
     count = torch.full((1,), 5, device=DEVICE)
-    kernels.page_tables(
-        case.shares.to(DEVICE).contiguous(),
-        selector.value,
-        case.table,
-        tiles,
-        folding,
-        case.kv_heads,
-        case.page,
-        tables,
-        lengths,
-        count,
-    )
-    kept = keep(case.shares, selector.value, tiles)
+    shares = torch.full((case.choosing, tiles.count, case.pages), float("nan"), device=DEVICE)
+    kernels.page_tables(estimate, selector.value, case.table, tiles, folding, case.page, shares, tables, lengths, count)
+    shares = shares.cpu()
+    assert any(case.sparse)
+    for tile, sparse in enumerate(case.sparse):
+        if sparse:
+            seen = int(tiles.visible_pages[tile])
+            torch.testing.assert_close(shares[:, tile, :seen], case.shares[:, tile, :seen], rtol=5e-3, atol=2e-4)
+            shares[:, tile, seen:] = 0
+        else:
+            shares[:, tile] = 0
+    # By its own estimate, which may differ in the last bits, the choice is exactly the policy's.
+    kept = keep(shares, selector.value, tiles)
     assert int(count) == 5 + int(kept.sum())
     assert 0.2 < kept.sum() / tiles.visible.sum() / case.choosing <= 1
     flat, memory = case.cache.as_strided((case.cache.numel(),), (1,)), case.cache
