@@ -501,9 +501,9 @@ def _page_tables(
     if sparse:
         GROUPS: tl.constexpr = TILE // GROUP
         # The rows of this chooser: the groups of one query head, or of all query heads of a KV head.
-        part = tl.arange(0, SOME_ROWS)
-        real = part < ROWS
-        place = (((head // CHOOSERS) * tiles + tile) * CHOOSERS + head % CHOOSERS).to(tl.int64) * ROWS + part
+        line = tl.arange(0, SOME_ROWS)
+        real = line < ROWS
+        place = (((head // CHOOSERS) * tiles + tile) * CHOOSERS + head % CHOOSERS).to(tl.int64) * ROWS + line
         top = tl.full((SOME_ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((SOME_ROWS,), dtype=tl.float32)
         seen = (visible * SPANS_OF_PAGE + BLOCK_OF_ESTIMATE - 1) // BLOCK_OF_ESTIMATE
@@ -518,10 +518,10 @@ def _page_tables(
             base = tl.where(now == float("-inf"), 0.0, now)
             total = total * tl.exp2(top - base) + tl.sum(some_totals * tl.exp2(some_tops - base[:, None]), axis=1)
             top = now
-        group_begin = begin + part % GROUPS * GROUP
+        group_begin = begin + line % GROUPS * GROUP
         there = real & (tl.minimum(group_begin + GROUP, end) > tl.maximum(group_begin, first))
-        number = tl.sum(tl.where(there, 1.0, 0.0), axis=0)
-        weight = tl.where(there, 1.0 / (total * number), 0.0)
+        groups = tl.sum(tl.where(there, 1.0, 0.0), axis=0)
+        weight = tl.where(there, 1.0 / (total * groups), 0.0)
         top = tl.where(real, top, 0.0)
         best = tl.zeros((SOME_PAGES,), dtype=tl.float32)
         for at in range(0, visible, SOME_PAGES):
