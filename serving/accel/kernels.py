@@ -29,7 +29,7 @@ _LOG2_E = math.log2(math.e)
 _LARGEST_TILE = 256
 # What a program has before it: tokens whose keys are averaged; groups of queries, spans, and how many times so many
 # spans; estimates, pages.
-_MEANS_TOKENS = 128
+_MEANS_TOKENS = 512
 _ROWS = 128
 _SPANS = 64
 _BLOCKS = 8
@@ -304,15 +304,15 @@ def _span_means(
     SIZE: tl.constexpr,
 ):
     head = tl.program_id(1)
-    first = tl.program_id(0) * SPANS
-    position = first * SPAN + tl.arange(0, SPANS * SPAN)
-    written = position < end
-    page = tl.load(table + position // PAGE, mask=written, other=0).to(tl.int64)
-    rows = cache + page * page_stride + (position % PAGE) * token_stride + head * head_stride
+    span = tl.program_id(0) * SPANS + tl.arange(0, SPANS)
     size = tl.arange(0, SIZE)
-    keys = tl.load(rows[:, None] + size[None, :], mask=written[:, None], other=0.0).to(tl.float32)
-    sums = tl.sum(tl.reshape(keys, (SPANS, SPAN, SIZE)), axis=1)
-    span = first + tl.arange(0, SPANS)
+    sums = tl.zeros((SPANS, SIZE), dtype=tl.float32)
+    for n in tl.static_range(SPAN):
+        position = span * SPAN + n
+        written = position < end
+        page = tl.load(table + position // PAGE, mask=written, other=0).to(tl.int64)
+        rows = cache + page * page_stride + (position % PAGE) * token_stride + head * head_stride
+        sums += tl.load(rows[:, None] + size[None, :], mask=written[:, None], other=0.0).to(tl.float32)
     count = tl.minimum(tl.maximum(end - span * SPAN, 1), SPAN).to(tl.float32)
     mean = (sums / count[:, None]).to(means.dtype.element_ty)
     tl.store(means + (head * spans + span)[:, None] * SIZE + size[None, :], mean, mask=(span < spans)[:, None])
@@ -341,20 +341,21 @@ def _fold(
     begin = (first // TILE + tile) * TILE
     stop = tl.minimum(begin + TILE, end)
     tile_first = tl.maximum(begin, first)
-    position = begin + tl.arange(0, TILE)
-    there = ((position >= first) & (position < end))[:, None]
-    size = tl.arange(0, SIZE)
-    source = (position - first).to(tl.int64) * token_stride + head * head_stride
-    value = tl.load(query + source[:, None] + size[None, :], mask=there, other=0.0)
-    # int64: the queries of all heads of a long step are many.
-    target = ((end - stop) * choosing + head // TOGETHER * (stop - tile_first) + position - tile_first).to(tl.int64)
-    target = target * TOGETHER + head % TOGETHER
-    tl.store(folded + target[:, None] * SIZE + size[None, :], value, mask=there)
-
     group = tl.arange(0, GROUPS)
+    size = tl.arange(0, SIZE)
+    sums = tl.zeros((GROUPS, SIZE), dtype=tl.float32)
+    for n in tl.static_range(GROUP):
+        position = begin + group * GROUP + n
+        there = ((position >= first) & (position < end))[:, None]
+        source = (position - first).to(tl.int64) * token_stride + head * head_stride
+        value = tl.load(query + source[:, None] + size[None, :], mask=there, other=0.0)
+        # int64: the queries of all heads of a long step are many.
+        target = ((end - stop) * choosing + head // TOGETHER * (stop - tile_first) + position - tile_first).to(tl.int64)
+        target = target * TOGETHER + head % TOGETHER
+        tl.store(folded + target[:, None] * SIZE + size[None, :], value, mask=there)
+        sums += value.to(tl.float32)
     group_begin = begin + group * GROUP
     count = tl.minimum(group_begin + GROUP, end) - tl.maximum(group_begin, first)
-    sums = tl.sum(tl.reshape(value.to(tl.float32), (GROUPS, GROUP, SIZE)), axis=1)
     mean = (sums / tl.maximum(count, 1).to(tl.float32)[:, None]).to(groups.dtype.element_ty)
     row = (((head // EACH) * tiles + tile) * EACH + head % EACH) * GROUPS + group
     tl.store(groups + row[:, None] * SIZE + size[None, :], mean)
@@ -498,6 +499,7 @@ def _page_tables(
 
     least = value * 0.0
     threshold = first * 0
+    missing = value * 0.0
     if sparse:
         GROUPS: tl.constexpr = TILE // GROUP
         # The rows of this chooser: the groups of one query head, or of all query heads of a KV head.
@@ -542,10 +544,9 @@ def _page_tables(
             # just enough.
             low = first * 0
             high = low + _ABOVE_ALL
-            most = value
-            if RULE == 2:
-                most = tl.where(relative != 0, tl.floor(value * visible.to(tl.float32)), value)
-            for _ in range(31):
+            most = tl.where(relative != 0, tl.floor(value * visible.to(tl.float32)), value)
+            missing = most
+            while high - low > 1:
                 middle = low + (high - low) // 2
                 number = tl.zeros((BLOCK,), dtype=tl.float32)
                 for at in range(0, visible, BLOCK):
@@ -556,6 +557,9 @@ def _page_tables(
                 enough = tl.sum(number, axis=0)
                 if RULE == 2:
                     little = enough <= most
+                    # Just so many: nothing is left to search.
+                    low = tl.where(enough == most, middle - 1, low)
+                    missing = tl.where(little, most - enough, missing)
                 else:
                     little = (enough < value) | (value >= 1.0)
                 low = tl.where(little, low, middle)
@@ -572,7 +576,13 @@ def _page_tables(
         if RULE == 0:
             keep = keep | (share >= least)
         else:
-            keep = keep | (boosted.to(tl.int32, bitcast=True) >= threshold)
+            bits = boosted.to(tl.int32, bitcast=True)
+            keep = keep | (bits >= threshold)
+            if RULE == 2:
+                # Of equal pages at the border the first ones.
+                equal = tl.where((bits == threshold - 1) & (page < visible), 1.0, 0.0)
+                keep = keep | ((equal > 0.5) & (tl.cumsum(equal, axis=0) <= missing))
+                missing -= tl.sum(equal, axis=0)
         keep = (keep & (page < visible)) | (page < everything)
         one = tl.where(keep, 1, 0)
         place = found + tl.cumsum(one, axis=0) - 1

@@ -191,3 +191,23 @@ def test_page_tables(case: Case) -> None:
             beyond = int(kept[head, tile].sum()) - int(tiles.visible_pages[tile])
             assert int(lengths[sequence]) == beyond * tiles.page + int(tiles.ends[tile])
             sequence += 1
+
+
+def test_a_budget_is_filled_with_equals() -> None:
+    from serving.accel import kernels
+
+    selector = replace(SELECTOR, rule="budget", value=0.5, sink=0, window=0)
+    case = Case(Shape(1024, 64, 2000, selector=selector))
+    case.keys.zero_()
+    tiles = case.tiles
+    _, groups = case.fold()
+    estimate = kernels.Estimate.empty(tiles, case.kv_heads, case.heads // case.kv_heads, torch.device(DEVICE))
+    kernels.estimate(groups, torch.zeros_like(case.means, dtype=DTYPE, device=DEVICE), SCALE, tiles, estimate)
+    sequences = case.heads * tiles.count
+    tables = torch.full((sequences, case.pages * 2), -1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.full((sequences,), -1, dtype=torch.int32, device=DEVICE)
+    count = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    shares = torch.empty(case.heads, tiles.count, case.pages, device=DEVICE)
+    folding = kernels.Folding(case.keys.stride(0), case.keys.stride(2), case.keys.stride(1))
+    kernels.page_tables(estimate, selector.value, case.table, tiles, folding, case.page, shares, tables, lengths, count)
+    assert int(count) == case.heads * sum(int(seen * 0.5) for seen in tiles.visible_pages.tolist())
