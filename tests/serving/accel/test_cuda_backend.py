@@ -305,7 +305,9 @@ def test_a_mixed_batch_is_what_the_reference_says(make: Make, shape: Shape, head
         padded = torch.nn.functional.pad(key[: row.end].float(), (0, 0, 0, 0, 0, whole - row.end))
         counts = (row.end - torch.arange(0, whole, span)).clamp(1, span)
         means = (padded.view(-1, span, *key.shape[1:]).sum(1) / counts[:, None, None]).permute(1, 2, 0).contiguous()
-        shares = page_shares(group_means(query[row.first : row.end], tiles), means, SCALE, tiles)
+        # Both are rounded before they are multiplied.
+        groups, means = (one.to(shape.dtype).float() for one in (group_means(query[row.first : row.end], tiles), means))
+        shares = page_shares(groups, means, SCALE, tiles)
         policy = keep(shares, tiles.selector.value, tiles)
         assert (policy == kept).float().mean() > 0.99
         assert kept.sum() / tiles.visible.sum() / len(kept) < 0.95
