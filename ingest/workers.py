@@ -101,7 +101,9 @@ class Workers:
 
 
 async def _result(pool: ProcessPoolExecutor, limit_s: float, function: Callable[[], T]) -> T:
-    return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, function), limit_s)
+    # Not `wait_for`: that of Python 3.11 loses a cancellation that comes together with the result.
+    async with asyncio.timeout(limit_s):
+        return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
 def _new_pool() -> ProcessPoolExecutor:

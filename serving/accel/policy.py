@@ -136,6 +136,13 @@ class Tiling:
     page: int
     selector: Selector
 
+    def on(self, device: torch.device) -> Tiling:
+        """The same, with what the policy needs in every layer computed once and for this device."""
+        there = replace(self)
+        for name in ("hidden", "visible", "always"):
+            vars(there)[name] = getattr(self, name).to(device)
+        return there
+
     @property
     def end(self) -> int:
         """The position after the last query."""

@@ -293,8 +293,7 @@ class ReferenceEngine:
             asked.total_pages += pages
             return _Step(asked)
         asked.was_sparse = True
-        there = {name: getattr(tiles, name).to(self._device) for name in ("hidden", "visible", "always")}
-        return _Step(asked, replace(tiles, **there), layers)
+        return _Step(asked, tiles.on(self._device), layers)
 
     def _go_on(self, salt: str, token: int) -> Tensor:
         """The logits after one more token of the answer, [vocabulary]."""
