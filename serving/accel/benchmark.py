@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from vllm.v1.attention.backends import fa_utils
 
-from serving.accel.cuda_backend import DEFAULT, Scales, SparseFlashAttentionImpl, rows_alone
+from serving.accel.cuda_backend import DEFAULT, Scales, SparseFlashAttentionImpl, chosen_together, rows_alone
 from serving.accel.policy import Selector, Tiling
 from serving.accel.requests import Asked
 from serving.accel.steps import SparseRow
@@ -69,8 +69,8 @@ def _times(given: argparse.Namespace, heads: int, kv_heads: int, page: int, sele
     table = torch.randperm(pages, device=device).int()[None]
     one = torch.ones(1, device=device)
     scales = Scales(one, one, one, 1.0)
-    choice = max(page, 64)
-    row = SparseRow(Asked(length), 0, slice(0, chunk), Tiling(length - chunk, chunk, length, choice, selector))
+    tiles = Tiling(length - chunk, chunk, length, chosen_together(page), selector)
+    row = SparseRow(Asked(length), 0, slice(0, chunk), tiles)
     split = rows_alone([row], heads, kv_heads, device)
     buffers = split.buffers = impl.buffers(query, cache, split, output)
     starts = torch.tensor([0, chunk], dtype=torch.int32, device=device)

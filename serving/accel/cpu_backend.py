@@ -17,7 +17,6 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -32,7 +31,7 @@ from serving.accel.page_means import KeyOrder, find_key_order, span_means
 from serving.accel.page_tables import VirtualSequences, joined, virtual_sequences
 from serving.accel.policy import Selector, Tiling, group_means, keep, page_shares
 from serving.accel.requests import Asked, Requests
-from serving.accel.steps import SparseRow, follow_runner, sparse_rows
+from serving.accel.steps import SparseRow, follow_runner, introduce, sparse_rows
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -76,17 +75,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[mis
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         order = _key_order(self)
-        layers = vllm_config.compilation_config.static_forward_context
-        refusals = set()
         for name in layer_names:
-            impl = layers[name].impl
-            impl.layer = extract_layer_index(name)
-            impl.layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-            impl.key_order = order
-            impl.refusal = _refusal(impl, order)
-            refusals.add(impl.refusal)
-        # With one layer that can be sparse the request is.
-        self._refusal = None if None in refusals else refusals.pop()
+            vllm_config.compilation_config.static_forward_context[name].impl.key_order = order
+        self._refusal = introduce(layer_names, vllm_config, _refusal)
         self._layers = len(layer_names)
         if SparseCPUMetadataBuilder.requests is None:
             SparseCPUMetadataBuilder.requests = follow_runner(vllm_config, Selector(), _report)
@@ -181,7 +172,7 @@ class SparseCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         sequences, queries = [], []
         for row in rows:
             started = time.perf_counter()
-            pages = tables[row.number, : row.tiles.visible.shape[1]].long()
+            pages = tables[row.number, : row.tiles.pages].long()
             kept = self._choose(layer, query[row.tokens], cache, pages, row.tiles)
             virtual = virtual_sequences(kept, pages, self.num_kv_heads, row.tiles)
             row.asked.selector_s += time.perf_counter() - started
@@ -281,7 +272,7 @@ def _heads_first(query: Tensor, heads: int) -> Tensor:
     return query.reshape(tokens, heads, query_heads // heads, size).transpose(0, 1)
 
 
-def _refusal(impl: CPUAttentionBackendImpl, order: KeyOrder | None) -> str | None:
+def _refusal(impl: SparseCPUAttentionImpl) -> str | None:
     """Why a layer is always read exactly, in a few fixed words, or None."""
     if impl.attn_type != AttentionType.DECODER:
         return "not a decoder layer"
@@ -293,7 +284,7 @@ def _refusal(impl: CPUAttentionBackendImpl, order: KeyOrder | None) -> str | Non
         return "soft cap"
     if impl.sinks is not None:
         return "attention sinks"
-    if order is None:
+    if impl.key_order is None:
         return "unknown order of keys"
     return None
 

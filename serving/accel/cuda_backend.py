@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
@@ -33,7 +32,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from serving.accel import channel, kernels
 from serving.accel.policy import Rule, Selector, Tiling
 from serving.accel.requests import Asked, Requests
-from serving.accel.steps import SparseRow, follow_runner, sparse_rows
+from serving.accel.steps import SparseRow, follow_runner, introduce, sparse_rows
 
 # The kernel works on 128 queries of a head at once: fewer in a tile would leave it half idle.
 DEFAULT = Selector(tile=128)
@@ -52,7 +51,6 @@ class _Counted:
         self._done = torch.cuda.Event()
 
     def close(self) -> None:
-        """Nothing more is counted. Called where the work is given to the device."""
         self._host.copy_(self.kept, non_blocking=True)
         self._done.record()
 
@@ -71,7 +69,7 @@ class _Reports:
         if asked.counted is None:
             sender.send(asked.report())
             return
-        asked.counted.close()  # type: ignore[attr-defined]
+        asked.counted.close()
         self._waiting.submit(self._send, sender, asked)
 
     @staticmethod
@@ -159,22 +157,13 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = vllm_config.compilation_config.static_forward_context
-        self._choice = _pages_of_a_choice(self.block_size) * self.block_size
+        self._choice = chosen_together(self.block_size)
         self._layers = len(layer_names)
-        refusals = set()
-        for name in layer_names:
-            impl = layers[name].impl
-            impl.layer = extract_layer_index(name)
-            impl.layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-            impl.refusal = _refusal(impl, vllm_config, self.block_size)
-            refusals.add(impl.refusal)
-        # With one layer that can be sparse the request is.
-        self._refusal = None if None in refusals else refusals.pop()
+        self._refusal = introduce(layer_names, vllm_config, lambda impl: _refusal(impl, vllm_config, self.block_size))
         if SparseFlashMetadataBuilder.requests is None:
             SparseFlashMetadataBuilder.requests = follow_runner(vllm_config, DEFAULT, _Reports())
         if self._refusal is None:
-            self._compile(layers[layer_names[0]].impl)
+            self._compile(vllm_config.compilation_config.static_forward_context[layer_names[0]].impl)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -364,16 +353,15 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         rows = []
         for row in split.sparse:
             tiles, selector = row.tiles, row.tiles.selector
-            pages = math.ceil(tiles.end / tiles.page)
-            spans, kv_heads = pages * tiles.page // selector.span, self.num_kv_heads
+            kv_heads = self.num_kv_heads
             each, groups = self.num_heads // kv_heads, selector.tile // selector.group
-            heads = self.num_heads if selector.heads == "query" else kv_heads
+            heads = _choosing(tiles, self.num_heads, kv_heads)
             rows.append(
                 _Room(
-                    means=torch.empty(kv_heads, spans, size, dtype=output.dtype, device=device),
+                    means=torch.empty(kv_heads, tiles.spans, size, dtype=output.dtype, device=device),
                     groups=torch.empty(kv_heads, tiles.count, each, groups, size, dtype=output.dtype, device=device),
                     estimate=kernels.Estimate.empty(tiles, kv_heads, each, device),
-                    shares=torch.empty(heads, tiles.count, pages, dtype=torch.float32, device=device),
+                    shares=torch.empty(heads, tiles.count, tiles.pages, dtype=torch.float32, device=device),
                 )
             )
         return _Buffers(
@@ -386,9 +374,10 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
 
 
 def rows_alone(rows: list[SparseRow], num_heads: int, num_kv_heads: int, device: torch.device) -> _Split:
+    """A step of nothing but these rows."""
     starts = [torch.zeros(1, dtype=torch.int32)]
     for row in rows:
-        heads = num_heads if row.tiles.selector.heads == "query" else num_kv_heads
+        heads = _choosing(row.tiles, num_heads, num_kv_heads)
         if row.asked.counted is None:
             row.asked.counted = _Counted(device, num_heads // heads)
         starts.append(kernels.sequence_starts(row.tiles, heads)[1:] + starts[-1][-1])
@@ -401,12 +390,18 @@ def rows_alone(rows: list[SparseRow], num_heads: int, num_kv_heads: int, device:
     )
 
 
+def _choosing(tiles: Tiling, num_heads: int, num_kv_heads: int) -> int:
+    """How many heads choose for themselves."""
+    return num_heads if tiles.selector.heads == "query" else num_kv_heads
+
+
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _pages_of_a_choice(page: int) -> int:
-    return max(1, _LEAST_CHOICE // page)
+def chosen_together(page: int) -> int:
+    """How many tokens are chosen as a whole, where a page of the cache has so many."""
+    return page * max(1, _LEAST_CHOICE // page)
 
 
 def _refusal(impl: FlashAttentionImpl, vllm_config: VllmConfig, page: int) -> str | None:

@@ -16,8 +16,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-from vllm.triton_utils import tl, triton
 
 from serving.accel.policy import Selector, Tiling
 
@@ -72,12 +73,11 @@ class Estimate:
         """Room for the estimate of one row of the batch."""
         selector = tiles.selector
         shape = (kv_heads, tiles.count, each * selector.tile // selector.group)
-        pages = math.ceil(tiles.end / tiles.page)
         block = max(_SPANS, tiles.page // selector.span)
-        blocks = math.ceil(pages * tiles.page / selector.span / block)
+        blocks = math.ceil(tiles.spans / block)
         tops = torch.empty(*shape, blocks, dtype=torch.float32, device=device)
         # Rows are aligned, so that pages are written in whole words.
-        padded = math.ceil(pages / 8) * 8
+        padded = math.ceil(tiles.pages / 8) * 8
         return cls(torch.empty(*shape, padded, dtype=torch.float16, device=device), tops, torch.empty_like(tops), block)
 
 
@@ -274,7 +274,7 @@ def unfold(folded: Tensor, tiles: Tiling, heads: int, out: Tensor) -> None:
         out.stride(0),
         out.stride(1),
         TILE=tiles.selector.tile,
-        EACH=query_heads // heads,
+        TOGETHER=query_heads // heads,
         SIZE=size,
         num_warps=4,
     )
@@ -318,6 +318,15 @@ def _span_means(
     tl.store(means + (head * spans + span)[:, None] * SIZE + size[None, :], mean, mask=(span < spans)[:, None])
 
 
+@triton.jit
+def _folded_row(position, head, tile_first, stop, end, choosing, TOGETHER: tl.constexpr):
+    """Where the query of a head at a position of the tile [tile_first, stop) is put: later tiles come before it, and in
+    its own those of other choosing heads. Queries of heads that choose together are neighbours."""
+    row = (end - stop) * choosing + head // TOGETHER * (stop - tile_first) + position - tile_first
+    # int64: the queries of all heads of a long step are many.
+    return row.to(tl.int64) * TOGETHER + head % TOGETHER
+
+
 @triton.jit(do_not_specialize=["first", "end"])
 def _fold(
     query,
@@ -349,9 +358,7 @@ def _fold(
         there = ((position >= first) & (position < end))[:, None]
         source = (position - first).to(tl.int64) * token_stride + head * head_stride
         value = tl.load(query + source[:, None] + size[None, :], mask=there, other=0.0)
-        # int64: the queries of all heads of a long step are many.
-        target = ((end - stop) * choosing + head // TOGETHER * (stop - tile_first) + position - tile_first).to(tl.int64)
-        target = target * TOGETHER + head % TOGETHER
+        target = _folded_row(position, head, tile_first, stop, end, choosing, TOGETHER)
         tl.store(folded + target[:, None] * SIZE + size[None, :], value, mask=there)
         sums += value.to(tl.float32)
     group_begin = begin + group * GROUP
@@ -442,6 +449,8 @@ def _boosted(row, page, visible, begin, sink, window, UNIT: tl.constexpr):
         "sink",
         "window",
         "units",
+        "padded",
+        "blocks",
         "width",
         "folds",
         "value",
@@ -605,19 +614,18 @@ def _unfold(
     token_stride,
     head_stride,
     TILE: tl.constexpr,
-    EACH: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    query_head = tl.program_id(1)
-    heads = tl.num_programs(1) // EACH
+    head = tl.program_id(1)
+    choosing = tl.num_programs(1) // TOGETHER
     begin = (first // TILE + tl.program_id(0)) * TILE
     stop = tl.minimum(begin + TILE, end)
     position = begin + tl.arange(0, TILE)
     there = ((position >= first) & (position < end))[:, None]
     tile_first = tl.maximum(begin, first)
-    source = ((end - stop) * heads + query_head // EACH * (stop - tile_first) + position - tile_first).to(tl.int64)
-    source = source * EACH + query_head % EACH
+    source = _folded_row(position, head, tile_first, stop, end, choosing, TOGETHER)
     size = tl.arange(0, SIZE)
     value = tl.load(folded + source[:, None] * SIZE + size[None, :], mask=there, other=0.0)
-    target = (position - first).to(tl.int64) * token_stride + query_head * head_stride
+    target = (position - first).to(tl.int64) * token_stride + head * head_stride
     tl.store(out + target[:, None] + size[None, :], value, mask=there)

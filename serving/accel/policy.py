@@ -153,6 +153,16 @@ class Tiling:
         """How many tiles there are."""
         return math.ceil(self.end / self.selector.tile) - self.first // self.selector.tile
 
+    @property
+    def pages(self) -> int:
+        """How many pages the last query sees."""
+        return math.ceil(self.end / self.page)
+
+    @property
+    def spans(self) -> int:
+        """How many spans of keys these pages have."""
+        return self.pages * self.page // self.selector.span
+
     @cached_property
     def sparse(self) -> bool:
         """Whether any tile has a choice."""
@@ -196,7 +206,7 @@ class Tiling:
     @cached_property
     def hidden(self) -> Tensor:
         """[tiles, groups, spans], the spans of keys that no query of a group sees."""
-        spans = torch.arange(0, int(self.visible_pages[-1]) * self.page, self.selector.span)
+        spans = torch.arange(self.spans) * self.selector.span
         # A group may reach beyond the last query, and then sees keys that do not exist yet.
         return spans >= self._group_ends.clamp(max=self.end)[..., None]
 
@@ -216,7 +226,7 @@ class Tiling:
     @property
     def _pages(self) -> Tensor:
         """[pages], the position of the first token of each."""
-        return torch.arange(0, self.end, self.page)
+        return torch.arange(self.pages) * self.page
 
     @property
     def _group_ends(self) -> Tensor:

@@ -287,12 +287,8 @@ class ReferenceEngine:
             return _Step(asked)
         tiles = Tiling(first, tokens, asked.dense_from, self._page, asked.selector)
         layers = int(self._model.config.num_hidden_layers)
-        if not tiles.sparse:
-            pages = tiles.total * int(self._model.config.num_attention_heads) * layers
-            asked.kept_pages += pages
-            asked.total_pages += pages
+        if not asked.takes(tiles, int(self._model.config.num_attention_heads) * layers):
             return _Step(asked)
-        asked.was_sparse = True
         return _Step(asked, tiles.on(self._device), layers)
 
     def _go_on(self, salt: str, token: int) -> Tensor:

@@ -20,7 +20,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
-from serving.accel.policy import DENSE_TAIL, BadSelector, Selector
+from serving.accel.policy import DENSE_TAIL, BadSelector, Selector, Tiling
 
 # Of a request that cannot be understood; other refusals come from layers, and each layer has its own.
 UNREADABLE = "unreadable settings"
@@ -28,6 +28,9 @@ UNREADABLE = "unreadable settings"
 
 class Counted(Protocol):
     """What a device counts of a request."""
+
+    def close(self) -> None:
+        """Nothing more is counted. Called where the work is given to the device."""
 
     def read(self) -> tuple[int, float]:
         """Pages kept, and seconds that went into choosing them. Waits for the device."""
@@ -54,6 +57,15 @@ class Asked:
     selector_s: float = 0.0
     reported: bool = False
     counted: Counted | None = None
+
+    def takes(self, tiles: Tiling, rows: int) -> bool:
+        """Whether tiles have a choice. Those without one are counted: a page counts for `rows`, layers times heads."""
+        if tiles.sparse:
+            self.was_sparse = True
+        else:
+            self.kept_pages += tiles.total * rows
+            self.total_pages += tiles.total * rows
+        return tiles.sparse
 
     def settle(self) -> None:
         """Add what the device has counted."""
@@ -109,7 +121,7 @@ class Requests:
 
     def __init__(self, *, sparse: bool, report: Callable[[Asked], None], selector: Selector | None = None) -> None:
         self._sparse = sparse
-        self._selector = selector or Selector()
+        self._selector = selector
         self._report = report
         self._asked: dict[str, Asked] = {}
         self._rows: tuple[str, ...] = ()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
 
 from serving.accel import channel, plugin
 from serving.accel.policy import Selector, Tiling
@@ -49,6 +51,25 @@ def follow_runner(
     return requests
 
 
+def introduce(layer_names: Sequence[str], vllm_config: VllmConfig, refusal: Callable[[Any], str | None]) -> str | None:
+    """Tell the attention of each layer its number and whether it can be sparse.
+
+    Args:
+        refusal: why an attention is always read exactly, in a few fixed words, or None.
+
+    Returns:
+        why requests are always read exactly by these layers; with one layer that can be sparse they are not.
+    """
+    refusals = set()
+    for name in layer_names:
+        impl = vllm_config.compilation_config.static_forward_context[name].impl
+        impl.layer = extract_layer_index(name)
+        impl.layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        impl.refusal = refusal(impl)
+        refusals.add(impl.refusal)
+    return None if None in refusals else refusals.pop()
+
+
 def sparse_rows(
     requests: Requests,
     starts: Sequence[int],
@@ -71,13 +92,9 @@ def sparse_rows(
         if (asked := requests.row(number)) is None:
             continue
         tokens = slice(starts[number], starts[number + 1])
-        if (tiles := _tiles(asked, tokens, end, page, refusal)) is not None:
-            if tiles.sparse:
-                asked.was_sparse = True
-                sparse.append(SparseRow(asked, number, tokens, tiles))
-            else:
-                asked.kept_pages += tiles.total * rows
-                asked.total_pages += tiles.total * rows
+        tiles = _tiles(asked, tokens, end, page, refusal)
+        if tiles is not None and asked.takes(tiles, rows):
+            sparse.append(SparseRow(asked, number, tokens, tiles))
         if end >= asked.prompt_tokens:
             requests.ends(asked)
     return sparse

@@ -239,7 +239,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: list[Asked]) 
     from serving.accel.cuda_backend import SparseFlashMetadataBuilder
 
     def report(asked: Asked) -> None:
-        asked.counted.close()  # type: ignore[union-attr]
+        assert asked.counted is not None
+        asked.counted.close()
         asked.settle()
         reports.append(asked)
 
