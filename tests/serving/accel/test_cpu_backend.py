@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
+from serving.accel.channel import SELECTOR
 from serving.accel.policy import group_means, keep, page_shares
 from serving.accel.reference import dense_attention, sparse_attention
 from serving.accel.requests import Asked, Requests
+from tests.serving.accel.batches import Prompt, alike, announce, describe_llama, exact, places, sparse, table
 
 pytestmark = pytest.mark.usefixtures("vllm_attention")
 
@@ -68,45 +68,12 @@ SHAPES = [
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Of a request: `first` tokens lie in the cache already, the step reads those up to `end`."""
-
-    id: str
-    first: int
-    end: int
-    prompt: int
-    extra_args: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        return self.end - self.first
-
-
-def _sparse(id: str, first: int, end: int, prompt: int | None = None, selector: str = SELECTOR_TEXT) -> Prompt:
-    prompt = prompt or end
-    asked = {PREFILL: "sparse", SELECTOR: selector, DENSE_FROM: prompt - 20, TRACE: id}
-    return Prompt(id, first, end, prompt, asked)
-
-
-def _exact(id: str, first: int, end: int, prompt: int | None = None) -> Prompt:
-    return Prompt(id, first, end, prompt or end, {PREFILL: "exact"})
+_sparse = partial(sparse, selector=SELECTOR_TEXT)
 
 
 @cache
 def _tokens(shape: Shape, id: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a request; neighbours are alike, so that there is something to choose from."""
-    seed = torch.Generator().manual_seed(sum(map(ord, id)))
-    length = 800
-
-    def make(heads: int, alike: float) -> Tensor:
-        common = torch.randn(length // 16, heads, shape.size, generator=seed).repeat_interleave(16, 0)
-        own = torch.randn(length, heads, shape.size, generator=seed)
-        made = (alike * common + (1 - alike) * own).to(shape.dtype)
-        # The kernel cuts off what an 8-bit cache cannot hold; these numbers it holds exactly.
-        return made.to(FP8[shape.kv_cache]).to(shape.dtype) if shape.kv_cache in FP8 else made
-
-    return make(shape.heads, 0.9), make(shape.kv_heads, 0.9), make(shape.kv_heads, 0.0)
+    return alike(id, shape.heads, shape.kv_heads, shape.size, shape.dtype, FP8.get(shape.kv_cache))
 
 
 class Model:
@@ -119,17 +86,7 @@ class Model:
 
         from serving.accel.cpu_backend import SparseCPUAttentionBackend, SparseCPUMetadataBuilder
 
-        described = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": shape.heads * shape.size,
-            "head_dim": shape.size,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "num_hidden_layers": count,
-            "vocab_size": 64,
-        }
-        (folder / "config.json").write_text(json.dumps(described))
+        describe_llama(folder, shape.heads, shape.kv_heads, shape.size, count)
         model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=shape.dtype)
         memory = CacheConfig(block_size=shape.page, cache_dtype=shape.kv_cache)
         config = VllmConfig(model_config=model, cache_config=memory, device_config=DeviceConfig("cpu"))
@@ -179,21 +136,10 @@ class Model:
         """A step begins: what vLLM tells builders of it. The cache then holds the rows' tokens."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        new = [
-            SimpleNamespace(
-                req_id=row.id,
-                prompt_token_ids=[0] * row.prompt,
-                sampling_params=SimpleNamespace(extra_args=row.extra_args),
-            )
-            for row in rows
-        ]
         if known:
-            self.requests.begin(SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=()))
-            self.requests.order(tuple(row.id for row in rows))
+            announce(self.requests, rows)
         tables = [self._write(row) for row in rows]
-        width = max(map(len, tables)) + 1
-        starts = torch.tensor([0, *(row.tokens for row in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        ends = torch.tensor([row.end for row in rows], dtype=torch.int32)
+        starts, ends = places(rows)
         return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
@@ -202,7 +148,7 @@ class Model:
             num_actual_tokens=int(starts[-1]),
             max_query_len=max(row.tokens for row in rows),
             max_seq_len=int(ends.max()),
-            block_table_tensor=torch.tensor([table + [0] * (width - len(table)) for table in tables]).int(),
+            block_table_tensor=table(tables),
             slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
             causal=causal,
         )
@@ -309,13 +255,13 @@ def _close(output: Tensor, expected: Tensor) -> None:
 # Lengths that end in the middle of a tile, a page and a group, and at their ends.
 RAGGED = [
     _sparse("whole", 0, 301),
-    _exact("exact", 0, 150),
-    _exact("decoding", 199, 200, prompt=150),
+    exact("exact", 0, 150),
+    exact("decoding", 199, 200, prompt=150),
     _sparse("chunk", 224, 288, prompt=350),
     _sparse("short query, long context", 300, 313, prompt=400),
     _sparse("decoding after sparse", 310, 311, prompt=300),
     _sparse("too short", 0, 70),
-    _exact("exact chunk", 130, 180),
+    exact("exact chunk", 130, 180),
 ]
 SPARSE = [row for row in RAGGED if row.id in ("whole", "chunk", "short query, long context")]
 
@@ -443,8 +389,8 @@ def test_chunks_that_cut_tiles_are_what_the_reference_says(make: Make, choices: 
 @pytest.mark.parametrize(
     "rows",
     [
-        pytest.param([_exact("a", 0, 301), _exact("b", 199, 200)], id="exact"),
-        pytest.param([_sparse("a", 0, 64), _exact("b", 0, 30)], id="too short"),
+        pytest.param([exact("a", 0, 301), exact("b", 199, 200)], id="exact"),
+        pytest.param([_sparse("a", 0, 64), exact("b", 0, 30)], id="too short"),
         pytest.param([_sparse("a", 310, 311, prompt=300), _sparse("b", 290, 300)], id="decode and dense tail"),
     ],
 )
@@ -477,7 +423,7 @@ def test_rows_of_nobody_are_read_exactly(make: Make) -> None:
 
 def test_without_metadata_nothing_is_done(make: Make) -> None:
     model = make()
-    assert model.forward(None, model.query([_exact("a", 0, 5)])).isnan().all()
+    assert model.forward(None, model.query([exact("a", 0, 5)])).isnan().all()
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -569,7 +515,7 @@ def test_a_request_is_reported_when_its_prompt_is_read(
     requests = Requests(sparse=False, report=lambda asked: reports.append(asked.report()))
     model = Model(tmp_path, requests, SHAPES[0])
     for first, end, expected in [(0, 256, 0), (256, 300, 0), (300, 350, 1), (350, 351, 1)]:
-        model.step([_sparse("a", first, end, 350), _exact("b", 0, 20)])
+        model.step([_sparse("a", first, end, 350), exact("b", 0, 20)])
         assert len(reports) == expected
     (report,) = reports
     assert (report["trace"], report["path"], report["fallback_reason"]) == ("a", "sparse", None)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
 from serving.accel.policy import Tiling, group_means, keep, page_shares
 from serving.accel.reference import dense_attention, sparse_attention
 from serving.accel.requests import Asked, Requests
+from tests.serving.accel.batches import Prompt, alike, announce, describe_llama, exact, places, sparse, table
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,29 +66,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_choice = pytest.mark.parametrize("heads", ["query", "kv"])
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Of a request: `first` tokens lie in the cache already, the step reads those up to `end`."""
-
-    id: str
-    first: int
-    end: int
-    prompt: int
-    extra_args: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        return self.end - self.first
-
-
-def _sparse(id: str, first: int, end: int, prompt: int | None = None, selector: str = SELECTOR_TEXT) -> Prompt:
-    prompt = prompt or end
-    asked = {PREFILL: "sparse", SELECTOR: selector, DENSE_FROM: prompt - 20, TRACE: id}
-    return Prompt(id, first, end, prompt, asked)
-
-
-def _exact(id: str, first: int, end: int, prompt: int | None = None) -> Prompt:
-    return Prompt(id, first, end, prompt or end, {PREFILL: "exact"})
+_sparse = partial(sparse, selector=SELECTOR_TEXT)
 
 
 class Model:
@@ -102,17 +79,7 @@ class Model:
 
         from serving.accel.cuda_backend import SparseFlashAttentionBackend, SparseFlashMetadataBuilder
 
-        described = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": shape.heads * shape.size,
-            "head_dim": shape.size,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "num_hidden_layers": 1,
-            "vocab_size": 64,
-        }
-        (folder / "config.json").write_text(json.dumps(described))
+        describe_llama(folder, shape.heads, shape.kv_heads, shape.size)
         model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=shape.dtype)
         memory = CacheConfig(block_size=shape.page, cache_dtype=shape.kv_cache)
         config = VllmConfig(model_config=model, cache_config=memory, device_config=DeviceConfig("cuda"))
@@ -152,37 +119,19 @@ class Model:
         self._tokens: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tokens(self, id: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; neighbours are alike, so that there is something to choose from."""
+        """Queries, keys and values."""
         if id not in self._tokens:
-            noise, length, shape = torch.Generator().manual_seed(sum(map(ord, id))), 800, self.shape
-
-            def make(heads: int, alike: float) -> Tensor:
-                common = torch.randn(length // 16, heads, shape.size, generator=noise).repeat_interleave(16, 0)
-                own = torch.randn(length, heads, shape.size, generator=noise)
-                made = (alike * common + (1 - alike) * own).to(shape.dtype)
-                return made.to(torch.float8_e4m3fn).to(shape.dtype) if self.quantised else made
-
-            self._tokens[id] = make(shape.heads, 0.9), make(shape.kv_heads, 0.9), make(shape.kv_heads, 0.0)
+            shape, eight_bits = self.shape, torch.float8_e4m3fn if self.quantised else None
+            self._tokens[id] = alike(id, shape.heads, shape.kv_heads, shape.size, shape.dtype, eight_bits)
         return self._tokens[id]
 
     def build(self, rows: Sequence[Prompt]) -> Any:
         """A step begins: the cache then holds the rows' tokens."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        new = [
-            SimpleNamespace(
-                req_id=row.id,
-                prompt_token_ids=[0] * row.prompt,
-                sampling_params=SimpleNamespace(extra_args=row.extra_args),
-            )
-            for row in rows
-        ]
-        self.requests.begin(SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=()))
-        self.requests.order(tuple(row.id for row in rows))
+        announce(self.requests, rows)
         tables = [self._write(row) for row in rows]
-        width = max(map(len, tables)) + 1
-        starts = torch.tensor([0, *(row.tokens for row in rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        ends = torch.tensor([row.end for row in rows], dtype=torch.int32)
+        starts, ends = places(rows)
         common = CommonAttentionMetadata(
             query_start_loc=starts.cuda(),
             query_start_loc_cpu=starts,
@@ -192,7 +141,7 @@ class Model:
             num_actual_tokens=int(starts[-1]),
             max_query_len=max(row.tokens for row in rows),
             max_seq_len=int(ends.max()),
-            block_table_tensor=torch.tensor([table + [0] * (width - len(table)) for table in tables]).int().cuda(),
+            block_table_tensor=table(tables).cuda(),
             slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64, device="cuda"),
         )
         return self.builder.build(0, common)
@@ -285,7 +234,7 @@ def test_a_mixed_batch_is_what_the_reference_says(make: Make, shape: Shape, head
     rows = [
         Prompt("answer", 70, 71, 60),
         _sparse("whole", 0, 650, selector=selector),
-        _exact("exact", 40, 101),
+        exact("exact", 40, 101),
         _sparse("chunk", 461, 700, 790, selector=selector),
     ]
     metadata = model.build(rows)
