@@ -2,8 +2,8 @@
 
 A request says it in `SamplingParams.extra_args` (over HTTP `vllm_xargs`), as flat values under the names below. Back
 comes a report, one small line a request, through a named pipe. Writing never waits: what does not fit is lost, and the
-service then says that it does not know. On the CPU a line is written before the step's tokens leave the worker, so it is
-there when the first of them arrives; on a GPU it is written as soon as the device has counted.
+service then says that it does not know. On the CPU a line is written before the step's tokens leave the worker, so it
+is there when the first of them arrives; on a GPU it is written as soon as the device has counted.
 """
 
 from __future__ import annotations
