@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from vllm.v1.attention.backends import fa_utils
 
-from serving.accel.cuda_backend import DEFAULT, Scales, SparseFlashAttentionImpl, chosen_together, rows_alone
+from serving.accel.cuda_backend import DEFAULT, Scales, SparseFlashAttentionImpl, chosen_together, together
 from serving.accel.policy import Selector, Tiling
 from serving.accel.requests import Asked
 from serving.accel.steps import SparseRow
@@ -71,8 +71,8 @@ def _times(given: argparse.Namespace, heads: int, kv_heads: int, page: int, sele
     scales = Scales(one, one, one, 1.0)
     tiles = Tiling(length - chunk, chunk, length, chosen_together(page), selector)
     row = SparseRow(Asked(length), 0, slice(0, chunk), tiles)
-    split = rows_alone([row], heads, kv_heads, device)
-    buffers = split.buffers = impl.buffers(query, cache, split, output)
+    rows = together([row], heads, kv_heads, device)
+    buffers = rows.buffers = impl.buffers(query, cache, rows, output)
     starts = torch.tensor([0, chunk], dtype=torch.int32, device=device)
     used = torch.tensor([length], dtype=torch.int32, device=device)
     descale = one.expand(1, kv_heads) if given.fp8 else None
@@ -100,9 +100,9 @@ def _times(given: argparse.Namespace, heads: int, kv_heads: int, page: int, sele
     return _alternating(
         given.repeats,
         stock,
-        lambda: impl.read(cache, split, buffers, scales),
-        lambda: impl.choose(query, cache, table, split, buffers, scales),
-        lambda: impl.attend(query, cache, table, split, output, scales),
+        lambda: impl.read(cache, rows, buffers, scales),
+        lambda: impl.choose(query, cache, table, rows, buffers, scales),
+        lambda: impl.attend(query, cache, table, rows, output, scales),
     )
 
 

@@ -79,19 +79,26 @@ class _Reports:
 
 
 @dataclass(slots=True)
-class _Split:
-    """A step with sparse rows, for all layers.
+class _Rows:
+    """Sparse rows of a step that one call of the kernel reads: in all of them as many heads choose.
 
-    `stock` is the metadata for the other rows, if there are any. `starts` [virtual sequences + 1], int32, is on the
-    device; `longest_tile` and `longest` bound their queries and keys. `buffers` are those of the layer before.
+    `starts` [virtual sequences + 1], int32, is on the device; `longest_tile` and `longest` bound their queries and
+    keys. `buffers` are those of the layer before.
     """
 
     sparse: list[SparseRow]
-    stock: FlashAttentionMetadata | None
     starts: Tensor
     longest_tile: int
     longest: int
     buffers: _Buffers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A step with sparse rows, for all layers; `stock` is the metadata for the other rows, if there are any."""
+
+    sparse: list[_Rows]
+    stock: FlashAttentionMetadata | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +195,18 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         return SparseMetadata(**vars(stock), split=self._split(rows, stock, starts)) if rows else stock
 
     def _split(self, rows: list[SparseRow], stock: FlashAttentionMetadata, starts: list[int]) -> _Split:
-        split = rows_alone(rows, self.num_heads_q, self.num_heads_kv, self.device)
+        kinds: dict[str, list[SparseRow]] = {}
         for row in rows:
             row.asked.total_pages += row.tiles.total * self.num_heads_q * self._layers
+            kinds.setdefault(row.asked.selector.heads, []).append(row)
+        sparse = [together(alike, self.num_heads_q, self.num_heads_kv, self.device) for alike in kinds.values()]
         chosen = {row.number for row in rows}
         others = [number not in chosen for number in range(len(starts) - 1)]
-        if any(other and starts[number] < starts[number + 1] for number, other in enumerate(others)):
-            # Rows without keys cost nothing, and what is written for them is written again.
-            keys = stock.seq_lens * _to_device(torch.tensor(others, dtype=torch.int32), self.device)
-            split.stock = replace(stock, seq_lens=keys, scheduler_metadata=None)
-        return split
+        if not any(other and starts[number] < starts[number + 1] for number, other in enumerate(others)):
+            return _Split(sparse, None)
+        # Rows without keys cost nothing, and what is written for them is written again.
+        keys = stock.seq_lens * _to_device(torch.tensor(others, dtype=torch.int32), self.device)
+        return _Split(sparse, replace(stock, seq_lens=keys, scheduler_metadata=None))
 
     def _compile(self, impl: SparseFlashAttentionImpl) -> None:
         """Compile the kernels for requests that leave all but the rule to us: none of them shall wait for that."""
@@ -215,8 +224,8 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             selector = replace(DEFAULT, rule=rule, value=1, late=1)
             tiles = Tiling(pages * page - tokens, tokens, pages * page, self._choice, selector)
             row = SparseRow(Asked(pages * page, sparse=True, selector=selector), 0, slice(0, tokens), tiles)
-            split = rows_alone([row], heads, self.num_heads_kv, self.device)
-            impl.attend(query, cache, table, split, output, Scales(one, one, one, 1.0))
+            rows = together([row], heads, self.num_heads_kv, self.device)
+            impl.attend(query, cache, table, rows, output, Scales(one, one, one, 1.0))
 
 
 class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
@@ -257,13 +266,14 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             scale = layer._k_scale_float * (layer._q_scale_float if self.supports_quant_query_input else 1.0)
         scales = Scales(layer._q_scale, layer._k_scale, layer._v_scale, scale)
         shape = (-1, self.num_heads, self.head_size)
-        self.attend(query.view(shape), kv_cache, attn_metadata.block_table, split, output.view(shape), scales)
+        for rows in split.sparse:
+            self.attend(query.view(shape), kv_cache, attn_metadata.block_table, rows, output.view(shape), scales)
         return output
 
     def attend(
-        self, query: Tensor, cache: Tensor, block_table: Tensor, split: _Split, output: Tensor, scales: Scales
+        self, query: Tensor, cache: Tensor, block_table: Tensor, rows: _Rows, output: Tensor, scales: Scales
     ) -> None:
-        """Attention of the sparse rows of a step.
+        """Attention of sparse rows.
 
         Args:
             query: [tokens, query heads, head size].
@@ -271,23 +281,23 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             block_table: [rows, pages], int32.
             output: [tokens, query heads, head size], written where the sparse rows are.
         """
-        buffers = split.buffers = split.buffers or self.buffers(query, cache, split, output)
-        self.choose(query, cache, block_table, split, buffers, scales)
-        self.read(cache, split, buffers, scales)
+        buffers = rows.buffers = rows.buffers or self.buffers(query, cache, rows, output)
+        self.choose(query, cache, block_table, rows, buffers, scales)
+        self.read(cache, rows, buffers, scales)
         tokens = 0
-        for row, room in zip(split.sparse, buffers.rows, strict=True):
+        for row, room in zip(rows.sparse, buffers.rows, strict=True):
             count = row.tiles.tokens * self.num_heads
             kernels.unfold(buffers.output[tokens : tokens + count], row.tiles, len(room.shares), output[row.tokens])
             tokens += count
 
     def choose(
-        self, query: Tensor, cache: Tensor, block_table: Tensor, split: _Split, buffers: _Buffers, scales: Scales
+        self, query: Tensor, cache: Tensor, block_table: Tensor, rows: _Rows, buffers: _Buffers, scales: Scales
     ) -> None:
         """Fold the queries, and make the page tables of their tiles."""
         keys = cache.transpose(1, 2)[..., : self.head_size]
         folding = kernels.Folding(*cache.stride()[:3])
         tokens = sequences = 0
-        for row, room in zip(split.sparse, buffers.rows, strict=True):
+        for row, room in zip(rows.sparse, buffers.rows, strict=True):
             tiles, table = row.tiles, block_table[row.number]
             counted = row.asked.counted
             assert isinstance(counted, _Counted)
@@ -314,7 +324,7 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             tokens += tiles.tokens * self.num_heads
             sequences += len(room.shares) * tiles.count
 
-    def read(self, cache: Tensor, split: _Split, buffers: _Buffers, scales: Scales) -> None:
+    def read(self, cache: Tensor, rows: _Rows, buffers: _Buffers, scales: Scales) -> None:
         """Attention of all virtual sequences, in one call of the kernel."""
         size, group = self.head_size, self.num_heads // len(buffers.rows[0].shares)
         pages, kv_heads, page, _ = cache.shape
@@ -329,9 +339,9 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             k=folded[..., :size],
             v=folded[..., size:],
             out=buffers.output.view(-1, group, size),
-            max_seqlen_q=split.longest_tile,
-            cu_seqlens_q=split.starts,
-            max_seqlen_k=split.longest,
+            max_seqlen_q=rows.longest_tile,
+            cu_seqlens_q=rows.starts,
+            max_seqlen_k=rows.longest,
             seqused_k=buffers.lengths,
             softmax_scale=self.scale,
             causal=True,
@@ -343,20 +353,20 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             num_splits=1,
         )
 
-    def buffers(self, query: Tensor, cache: Tensor, split: _Split, output: Tensor) -> _Buffers:
+    def buffers(self, query: Tensor, cache: Tensor, rows: _Rows, output: Tensor) -> _Buffers:
         """Room for what the layers of a step compute on the way."""
         size, device = self.head_size, query.device
-        tokens = sum(row.tiles.tokens for row in split.sparse) * self.num_heads
-        sequences = len(split.starts) - 1
+        tokens = sum(row.tiles.tokens for row in rows.sparse) * self.num_heads
+        sequences = len(rows.starts) - 1
         # Rows of tables begin where memory is aligned.
-        width = math.ceil(split.longest / cache.shape[2] / 4) * 4
-        rows = []
-        for row in split.sparse:
+        width = math.ceil(rows.longest / cache.shape[2] / 4) * 4
+        rooms = []
+        for row in rows.sparse:
             tiles, selector = row.tiles, row.tiles.selector
             kv_heads = self.num_kv_heads
             each, groups = self.num_heads // kv_heads, selector.tile // selector.group
             heads = _choosing(tiles, self.num_heads, kv_heads)
-            rows.append(
+            rooms.append(
                 _Room(
                     means=torch.empty(kv_heads, tiles.spans, size, dtype=output.dtype, device=device),
                     groups=torch.empty(kv_heads, tiles.count, each, groups, size, dtype=output.dtype, device=device),
@@ -369,21 +379,20 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             output=torch.empty(tokens, size, dtype=output.dtype, device=device),
             tables=torch.empty(sequences, width, dtype=torch.int32, device=device),
             lengths=torch.empty(sequences, dtype=torch.int32, device=device),
-            rows=rows,
+            rows=rooms,
         )
 
 
-def rows_alone(rows: list[SparseRow], num_heads: int, num_kv_heads: int, device: torch.device) -> _Split:
-    """A step of nothing but these rows."""
+def together(rows: list[SparseRow], num_heads: int, num_kv_heads: int, device: torch.device) -> _Rows:
+    """What the layers need to read these rows, in all of which as many heads choose, in one call of the kernel."""
     starts = [torch.zeros(1, dtype=torch.int32)]
     for row in rows:
         heads = _choosing(row.tiles, num_heads, num_kv_heads)
         if row.asked.counted is None:
             row.asked.counted = _Counted(device, num_heads // heads)
         starts.append(kernels.sequence_starts(row.tiles, heads)[1:] + starts[-1][-1])
-    return _Split(
+    return _Rows(
         sparse=rows,
-        stock=None,
         starts=_to_device(torch.cat(starts), device),
         longest_tile=max(row.tiles.selector.tile for row in rows),
         longest=max(row.tiles.end for row in rows),

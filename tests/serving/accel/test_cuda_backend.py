@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from serving.accel.channel import TRACE
 from serving.accel.policy import Tiling, group_means, keep, page_shares
 from serving.accel.reference import dense_attention, sparse_attention
 from serving.accel.requests import Asked, Requests
@@ -206,9 +207,9 @@ def _dense(model: Model, row: Prompt) -> Tensor:
     return dense_attention(query[row.first : row.end], key[: row.end], value[: row.end], row.first, SCALE)
 
 
-def _kept(split: Any, number: int, model: Model) -> tuple[Tiling, Tensor]:
-    """What a sparse row kept, read back from its tables."""
-    rows, buffers = split.sparse, split.buffers
+def _kept(read: Any, number: int, model: Model) -> tuple[Tiling, Tensor]:
+    """What a sparse row kept, read back from the tables of the rows that were read together."""
+    rows, buffers = read.sparse, read.buffers
     first = sum(len(buffers.rows[n].shares) * rows[n].tiles.count for n in range(number))
     tiles, heads = rows[number].tiles, len(buffers.rows[number].shares)
     table = {page: n for n, page in enumerate(model._pages[rows[number].asked.trace])}
@@ -238,15 +239,15 @@ def test_a_mixed_batch_is_what_the_reference_says(make: Make, shape: Shape, head
         _sparse("chunk", 461, 700, 790, selector=selector),
     ]
     metadata = model.build(rows)
-    split = metadata.split
-    assert [row.asked.trace for row in split.sparse] == ["whole", "chunk"]
+    (read,) = metadata.split.sparse
+    assert [row.asked.trace for row in read.sparse] == ["whole", "chunk"]
     outputs = list(model.forward(metadata, rows).split([row.tokens for row in rows]))
     model.requests.end()
     for number in (0, 2):
         torch.testing.assert_close(outputs[number].float(), _dense(model, rows[number]), **shape.tolerance)
     for number, which in ((0, 1), (1, 3)):
         row, output = rows[which], outputs[which]
-        tiles, kept = _kept(split, number, model)
+        tiles, kept = _kept(read, number, model)
         query, key, value = model.tokens(row.id)
         expected = sparse_attention(query[row.first : row.end], key[: row.end], value[: row.end], kept, SCALE, tiles)
         torch.testing.assert_close(output.float(), expected, **shape.tolerance)
@@ -262,10 +263,31 @@ def test_a_mixed_batch_is_what_the_reference_says(make: Make, shape: Shape, head
         assert (policy == kept).float().mean() > 0.99
         assert kept.sum() / tiles.visible.sum() / len(kept) < 0.95
     (told,) = reports
-    tiles, kept = _kept(split, 0, model)
+    tiles, kept = _kept(read, 0, model)
     assert told.kept_pages == int(kept.sum()) * (shape.heads // len(kept))
     assert told.total_pages == tiles.total * shape.heads
     assert 0 < told.selector_s < 10
+
+
+@each_shape
+def test_rows_in_which_other_heads_choose_share_a_step(make: Make, shape: Shape, reports: list[Asked]) -> None:
+    model = make(shape)
+    rows = [
+        _sparse("by query head", 0, 400, selector=f"{SELECTOR_TEXT},heads=query"),
+        exact("exact", 40, 101),
+        _sparse("by KV head", 0, 350, selector=f"{SELECTOR_TEXT},heads=kv"),
+        _sparse("by query head, too", 64, 300, selector=f"{SELECTOR_TEXT},heads=query"),
+    ]
+    together = model.step(rows)
+    # Which rows a request shares a step with changes neither its answer nor what is reported.
+    told = {asked.trace: (asked.kept_pages, asked.total_pages) for asked in reports}
+    for row, output in zip(rows, together, strict=True):
+        alone = replace(row, id=f"{row.id} alone", extra_args=row.extra_args | {TRACE: "alone"})
+        model._tokens[alone.id] = model.tokens(row.id)
+        torch.testing.assert_close(output, model.step([alone])[0], rtol=1e-3, atol=1e-3)
+        if row.id in told:
+            assert told[row.id] == (reports[-1].kept_pages, reports[-1].total_pages)
+    assert len(told) == 3
 
 
 @each_choice
