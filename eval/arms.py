@@ -1,13 +1,14 @@
 """Arms: named ways to serve the same prompts. The first arm of a run is the control.
 
 An arm is written as a name and, after plus signs, what differs: `exact`, `warm+chunk=2048`, `exact+quant=fp8`,
-`exact+url=http://127.0.0.1:8100`, `sparse+select=alpha:0.02/tile=128`. Arms that need the same engine share one, in one
-process, on the same weights.
+`exact+url=http://127.0.0.1:8100`, `sparse+select=alpha:0.02/tile=128`, `sparse+published=2`. Arms that need the same
+engine share one, in one process, on the same weights.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,9 +54,10 @@ class Arm:
     """One way to serve prompts.
 
     `warm`: the prompt without its question is read before the clock starts. `accelerated`: sparse prefill, else exact;
-    `selector` is then how it chooses what to read, in the engine's notation; None is the engine's default. `keep` is
-    the share of each document that the model is given; below 1 the arm is broken on purpose, so that the measures can
-    be seen to notice.
+    `selector` is then how it chooses what to read, in the engine's notation; None is the engine's default. `published`
+    keeps that many times the density that is published for prompts of such a length, whatever the prompt holds: for
+    weights without a meaning, which have nothing to choose by. `keep` is the share of each document that the model is
+    given; below 1 the arm is broken on purpose, so that the measures can be seen to notice.
     """
 
     name: str
@@ -63,11 +65,24 @@ class Arm:
     warm: bool = False
     accelerated: bool = False
     selector: str | None = None
+    published: float | None = None
     keep: float = 1.0
+
+    def at(self, length: int) -> Arm:
+        """This arm for prompts of so many tokens."""
+        if self.published is None:
+            return self
+        density = min(self.published * published_density(length), _ALMOST_ALL)
+        return replace(self, selector=f"budget:{density:.4g},late={density:.4g}")
 
 
 _KEYS = ("chunk", "kv", "quant", "dtype", "model", "url")
-_SELECT = "select"
+_SELECT, _PUBLISHED = "select", "published"
+_ALL_KEYS = (*_KEYS, _SELECT, _PUBLISHED)
+# Tokens and the share of the attention that FlashPrefill V2 kept of them (arXiv:2608.19758).
+_DENSITIES = ((16_384, 0.29), (32_768, 0.176), (65_536, 0.1), (131_072, 0.049))
+# A budget of 1 would be one token.
+_ALMOST_ALL = 0.999
 _NAMED: Mapping[str, Arm] = {
     "exact": Arm("exact"),
     # The same as `exact` under another name: what differs between the two is the noise of the measurement.
@@ -100,6 +115,14 @@ def sweep_arms(sweep: Sequence[str]) -> tuple[Arm, ...]:
     return _different(_parse_arm("+".join(["exact", *settings])) for settings in itertools.product(*axes))
 
 
+def published_density(length: int) -> float:
+    """The density published for prompts of so many tokens, 0 to 1; a power of the length between what is published and
+    outside it."""
+    pairs = list(itertools.pairwise(_DENSITIES))
+    (a, low), (b, high) = next((pair for pair in pairs if length <= pair[1][0]), pairs[-1])
+    return min(1.0, low * math.pow(length / a, math.log(high / low) / math.log(b / a)))
+
+
 def by_engine(arms: Iterable[Arm]) -> list[tuple[Variant, list[Arm]]]:
     """The arms grouped by the engine that they need, in the order of their first arm."""
     groups: dict[Variant, list[Arm]] = {}
@@ -126,16 +149,32 @@ def _parse_arm(text: str) -> Arm:
     given: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        if key not in (*_KEYS, _SELECT) or not value or key in given:
-            known = ", ".join(f"{name}=..." for name in (*_KEYS, _SELECT))
+        if key not in _ALL_KEYS or not value or key in given:
+            known = ", ".join(f"{name}=..." for name in _ALL_KEYS)
             raise BadArms(f"the arm {text!r} has the setting {setting!r}; use each of {known} at most once")
         if key == "chunk" and not (value.isdigit() and int(value)):
             raise BadArms(f"the arm {text!r} has chunk={value!r}; give the tokens of a step, such as chunk=512")
         given[key] = int(value) if key == "chunk" else value
-    named, selector = _NAMED[name], given.pop(_SELECT, None)
-    if selector is not None:
-        if not named.accelerated:
-            raise BadArms(f"the arm {text!r} reads exactly and has nothing to select; write 'sparse+select=...'")
+    named, selector, published = _NAMED[name], given.pop(_SELECT, None), given.pop(_PUBLISHED, None)
+    if (selector or published) and not named.accelerated:
+        raise BadArms(f"the arm {text!r} reads exactly and has nothing to select; write 'sparse+select=...'")
+    if selector and published:
+        raise BadArms(f"the arm {text!r} selects in two ways; give one of select=... and published=...")
+    return replace(
+        named,
+        name=text,
+        variant=Variant(**given),
         # The engine's notation has commas, which separate arms.
-        selector = selector.replace("/", ",")
-    return replace(named, name=text, variant=Variant(**given), selector=selector)
+        selector=selector.replace("/", ",") if selector else None,
+        published=_multiple(text, published) if published else None,
+    )
+
+
+def _multiple(arm: str, text: str) -> float:
+    try:
+        multiple = float(text)
+    except ValueError:
+        multiple = math.nan
+    if not 0 < multiple < math.inf:
+        raise BadArms(f"the arm {arm!r} has published={text!r}; give a multiple of the density, such as published=2")
+    return multiple

@@ -109,7 +109,7 @@ class EngineServer:
             salt=salt,
             sampling=Sampling(max_tokens=max_tokens, logprobs=logprobs),
             prefill="sparse" if arm.accelerated else "exact",
-            selector=arm.selector,
+            selector=arm.at(len(prompt)).selector,
             dense_from=question_start(prompt, messages, self._engine.render_chat),
         )
         try:

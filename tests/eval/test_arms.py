@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from eval.arms import Arm, Variant, by_engine, parse_arms, sweep_arms
+from eval.arms import Arm, Variant, by_engine, parse_arms, published_density, sweep_arms
 from eval.errors import BadArms
 from serving.config import EngineConfig
 
@@ -30,6 +30,9 @@ from serving.config import EngineConfig
                 )
             ],
             id="a selector with settings",
+        ),
+        pytest.param(
+            "sparse+published=2", [Arm("sparse+published=2", accelerated=True, published=2)], id="published densities"
         ),
         pytest.param("half", [Arm("half", keep=0.5)], id="broken on purpose"),
         pytest.param("exact+chunk=256", [Arm("exact+chunk=256", Variant(chunk=256))], id="a budget"),
@@ -62,6 +65,9 @@ def test_arms_are_read(text: str, arms: list[Arm]) -> None:
         pytest.param("exact+chunk=1+chunk=2", "has the setting 'chunk=2'", id="a setting twice"),
         pytest.param("exact+select=alpha:0.02", "'exact.*' reads exactly and has nothing to select", id="not sparse"),
         pytest.param("sparse+select=", "has the setting 'select='", id="no selector"),
+        pytest.param("exact+published=1", "'exact.*' reads exactly and has nothing to select", id="nothing published"),
+        pytest.param("sparse+published=1+select=alpha:0", "selects in two ways", id="two ways"),
+        pytest.param("sparse+published=nan", "published='nan'", id="no multiple"),
         pytest.param("exact+chunk", "has the setting 'chunk'", id="no value"),
         pytest.param("exact+chunk=many", "chunk='many'", id="no number"),
         pytest.param("exact+chunk=0", "chunk='0'", id="nothing"),
@@ -105,3 +111,32 @@ def test_a_variant_changes_only_what_it_names() -> None:
     changed = Variant(chunk=256, kv="fp8", quant="none").apply(config)
     assert (changed.model, changed.token_budget) == ("m", 256)
     assert changed.engine_args == {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": None}
+
+
+@pytest.mark.parametrize(
+    ("length", "density"),
+    [
+        pytest.param(1, 1.0, id="everything"),
+        pytest.param(16_384, 0.29, id="the first"),
+        pytest.param(23_170, 0.2259, id="between, the geometric mean"),
+        pytest.param(65_536, 0.1, id="the last but one"),
+        pytest.param(131_072, 0.049, id="the last"),
+        pytest.param(262_144, 0.02401, id="beyond, as before"),
+    ],
+)
+def test_densities_are_the_published_ones(length: int, density: float) -> None:
+    assert published_density(length) == pytest.approx(density, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arm", "selector"),
+    [
+        pytest.param("sparse+published=1", "budget:0.1,late=0.1", id="as published"),
+        pytest.param("sparse+published=2", "budget:0.2,late=0.2", id="twice"),
+        pytest.param("sparse+published=20", "budget:0.999,late=0.999", id="almost all"),
+        pytest.param("sparse+select=alpha:0.02", "alpha:0.02", id="what was asked for"),
+    ],
+)
+def test_an_arm_keeps_the_published_density_of_a_length(arm: str, selector: str) -> None:
+    (read,) = parse_arms(arm)
+    assert read.at(65_536).selector == selector
