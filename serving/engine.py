@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from serving.prefix import Prefix
+
 Role = Literal["system", "user", "assistant"]
 PrefillPath = Literal["warm", "sparse", "exact", "unknown"]
 PrefillMode = Literal["exact", "sparse"]
@@ -43,7 +45,9 @@ class Request:
     `salt` separates cache namespaces: blocks are shared only between requests of one salt. Requests of different
     `prefill` or `selector` must not share one, for their blocks differ. `selector` tells how sparse prefill chooses
     what to read, in the engine's own notation; None is the engine's default. `dense_from` is the first token that
-    attends to everything whatever the mode; None leaves it to the engine.
+    attends to everything whatever the mode; None leaves it to the engine. A `background` request is nobody's question:
+    it does not count as pending. With `keep`, what is read may be written to a slower memory, to be read from there
+    after it was evicted.
     """
 
     prompt: Sequence[int]
@@ -54,6 +58,8 @@ class Request:
     prefill: PrefillMode = "exact"
     selector: str | None = None
     dense_from: int | None = None
+    background: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +120,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`window` is the most tokens of a prompt and its answer; `token_budget` the most prompt tokens of one step."""
+    """`window` is the most tokens of a prompt and its answer; `token_budget` the most prompt tokens of one step.
+
+    `block` is how many tokens are cached as a whole; `background_s` how many seconds one background request may take,
+    so that a question that comes meanwhile waits no longer; `holds` how many prompts can be held at once.
+    """
 
     window: int
     token_budget: int
     max_pending: int
+    block: int
+    background_s: float
+    holds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What the engine is doing now."""
+    """What the engine is doing now; `pending` are the requests in work or waiting, but for background ones."""
 
     pending: int
     kv_tokens: int | None = None
@@ -145,7 +158,8 @@ class Stats:
 class Capabilities:
     """What an engine honours. What is missing is shown as null to the user.
 
-    `selector` is the default of `Request.selector` in full, or None when there is no sparse prefill.
+    `selector` is the default of `Request.selector` in full, or None when there is no sparse prefill. `fingerprint`
+    changes with everything that keys and values of a prompt depend on: weights, settings, precision.
     """
 
     model: str
@@ -155,6 +169,7 @@ class Capabilities:
     sparse: bool
     progress: bool
     selector: str | None = None
+    fingerprint: str = ""
 
 
 def exact_path(prompt_tokens: int, cached_tokens: int) -> PrefillPath:
@@ -196,8 +211,32 @@ class Engine(Protocol):
         """How far the prompt of a running request has been read, or None when that is not known."""
         ...
 
+    async def hold(self, request: Request) -> None:
+        """Read the prompt and keep its whole blocks in memory until cancelled, whatever else is read meanwhile.
+
+        Raises:
+            as `generate`; EngineDied also later, when the engine is lost and the blocks with it.
+        """
+        ...
+
+    async def idle(self) -> None:
+        """Return when no request but background ones is in work or waits."""
+        ...
+
     def plan(self, request: Request) -> Plan:
         """Estimate, without asking the engine, how the prompt will be read and how long that takes."""
+        ...
+
+    def estimate(self, computed: int, cached: int, mode: PrefillMode = "exact") -> float | None:
+        """Seconds that reading `computed` tokens after `cached` ones takes, or None when that is not known."""
+        ...
+
+    def prefix(self, salt: str, prompt: Sequence[int]) -> Prefix:
+        """The whole blocks at the start of a prompt under a salt, to ask for later."""
+        ...
+
+    def resident(self, prefix: Prefix) -> int:
+        """Tokens at the start of a prefix whose keys and values are in the engine's memory now."""
         ...
 
     def count_tokens(self, text: str) -> int:

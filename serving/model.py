@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ class ModelFolder:
     @property
     def on_hub(self) -> bool:
         return not self.config
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the weights or the configuration do. Of files the size and the time of the last change count."""
+        files = [] if self.on_hub else sorted(Path(self.source).glob("*"))
+        seen = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
+        return sha256("\n".join([self.name, *seen]).encode()).hexdigest()
 
     @property
     def window(self) -> int | None:

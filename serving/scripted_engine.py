@@ -18,6 +18,7 @@ from serving.engine import (
     Message,
     Plan,
     Prefill,
+    PrefillMode,
     PrefillPath,
     Progress,
     Request,
@@ -27,6 +28,7 @@ from serving.engine import (
 )
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong
 from serving.prefill_speed import PrefillSpeed
+from serving.prefix import Prefix, prefix_of
 from serving.prefix_memory import PrefixMemory
 
 _TOKEN = re.compile(r"\w{1,6}|[^\w\s]|\s+")
@@ -46,6 +48,7 @@ class Script:
     gap_s: float = 0.0
     seconds_per_token: float = 0.0
     window: int = 8192
+    kv_windows: int = 16
     max_pending: int = 32
     selector: str | None = None
     density: float = 0.25
@@ -66,7 +69,9 @@ class ScriptedEngine:
         self._vocabulary: dict[str, int] = {}
         self._words: list[str] = []
         self._running: dict[str, Progress] = {}
-        self._cache = PrefixMemory(_BLOCK, capacity_tokens=16 * self.script.window)
+        self._background: set[str] = set()
+        self._cache = PrefixMemory(_BLOCK, self._capacity)
+        self._changed = asyncio.Event()
         self._speed = PrefillSpeed()
         self._dead = asyncio.Event()
 
@@ -85,6 +90,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         self._dead.clear()
+        self._cache.clear()
         self._state = State("ready")
 
     async def stop(self) -> None:
@@ -97,7 +103,7 @@ class ScriptedEngine:
         seconds = self.script.first_token_s + self._seconds(prefill)
         pieces = self._queue.pop(0) if self._queue else self.script.answer
         pieces, cut = pieces[: request.sampling.max_tokens], len(pieces) > request.sampling.max_tokens
-        self._running[request.id] = Progress(True, prefill.cached_tokens or 0, prefill.prompt_tokens)
+        self._begin(request, prefill)
         try:
             await self._sleep(seconds)
             self._cache.add(request.salt, request.prompt)
@@ -117,14 +123,31 @@ class ScriptedEngine:
             self.aborted.append(request.id)
             raise
         finally:
-            self._running.pop(request.id, None)
+            self._end(request)
 
     async def prefill(self, request: Request) -> Prefill:
         self._admit(request)
         prefill = self._read(request)
-        await self._sleep(self._seconds(prefill))
-        self._cache.add(request.salt, request.prompt)
+        seconds = self._seconds(prefill)
+        self._begin(request, prefill)
+        try:
+            await self._sleep(seconds)
+            self._cache.add(request.salt, request.prompt)
+            if request.prefill == "exact":
+                self._speed.observe(prefill.prompt_tokens - (prefill.cached_tokens or 0), 0, seconds)
+        finally:
+            self._end(request)
         return prefill
+
+    async def hold(self, request: Request) -> None:
+        await self.prefill(request)
+        await self._dead.wait()
+        raise EngineDied("the engine died, and what it held is lost")
+
+    async def idle(self) -> None:
+        while self.stats.pending:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def progress(self, request_id: str) -> Progress | None:
         return self._running.get(request_id)
@@ -135,6 +158,16 @@ class ScriptedEngine:
         path, density = self._path(request, cached)
         exact_s = self._speed.estimate(computed, cached)
         return Plan(path, tokens_to_compute=computed, eta_s=None if exact_s is None else exact_s * density)
+
+    def estimate(self, computed: int, cached: int, mode: PrefillMode = "exact") -> float | None:
+        seconds = self._speed.estimate(computed, cached)
+        return seconds if seconds is None or mode == "exact" else seconds * self.script.density
+
+    def prefix(self, salt: str, prompt: Sequence[int]) -> Prefix:
+        return prefix_of(salt, prompt, _BLOCK)
+
+    def resident(self, prefix: Prefix) -> int:
+        return self._cache.tokens(prefix)
 
     def count_tokens(self, text: str) -> int:
         return len(_TOKEN.findall(text))
@@ -147,7 +180,14 @@ class ScriptedEngine:
 
     @property
     def limits(self) -> Limits:
-        return Limits(window=self.script.window, token_budget=512, max_pending=self.script.max_pending)
+        return Limits(
+            window=self.script.window,
+            token_budget=512,
+            max_pending=self.script.max_pending,
+            block=_BLOCK,
+            background_s=0.1,
+            holds=2,
+        )
 
     @property
     def state(self) -> State:
@@ -155,7 +195,7 @@ class ScriptedEngine:
 
     @property
     def stats(self) -> Stats:
-        return Stats(pending=len(self._running))
+        return Stats(pending=len(self._running) - len(self._background), kv_tokens=self._capacity)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -167,7 +207,22 @@ class ScriptedEngine:
             sparse=self.script.selector is not None,
             progress=True,
             selector=self.script.selector,
+            fingerprint="scripted",
         )
+
+    @property
+    def _capacity(self) -> int:
+        return self.script.kv_windows * self.script.window
+
+    def _begin(self, request: Request, prefill: Prefill) -> None:
+        self._running[request.id] = Progress(True, prefill.cached_tokens or 0, prefill.prompt_tokens)
+        if request.background:
+            self._background.add(request.id)
+
+    def _end(self, request: Request) -> None:
+        self._running.pop(request.id, None)
+        self._background.discard(request.id)
+        self._changed.set()
 
     def _token(self, word: str) -> int:
         token = self._vocabulary.setdefault(word, len(self._vocabulary))
@@ -178,8 +233,8 @@ class ScriptedEngine:
     def _admit(self, request: Request) -> None:
         if not self._state.ready:
             raise EngineUnavailable(f"the engine is {self._state.phase}")
-        if len(self._running) >= self.script.max_pending:
-            raise Overloaded(f"{len(self._running)} requests wait already; try again in a moment")
+        if not request.background and self.stats.pending >= self.script.max_pending:
+            raise Overloaded(f"{self.stats.pending} requests wait already; try again in a moment")
         if len(request.prompt) + request.sampling.max_tokens > self.script.window:
             raise PromptTooLong(len(request.prompt), request.sampling.max_tokens, self.script.window)
         self.requests.append(request)

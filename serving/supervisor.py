@@ -21,12 +21,14 @@ from serving.engine import (
     Message,
     Plan,
     Prefill,
+    PrefillMode,
     Progress,
     Request,
     State,
     Stats,
 )
 from serving.errors import EngineUnavailable
+from serving.prefix import Prefix
 
 log = structlog.get_logger(__name__)
 
@@ -93,8 +95,24 @@ class SupervisedEngine:
     async def progress(self, request_id: str) -> Progress | None:
         return await self._engine.progress(request_id)
 
+    async def hold(self, request: Request) -> None:
+        self._require_ready()
+        await self._engine.hold(request)
+
+    async def idle(self) -> None:
+        await self._engine.idle()
+
     def plan(self, request: Request) -> Plan:
         return self._engine.plan(request)
+
+    def estimate(self, computed: int, cached: int, mode: PrefillMode = "exact") -> float | None:
+        return self._engine.estimate(computed, cached, mode)
+
+    def prefix(self, salt: str, prompt: Sequence[int]) -> Prefix:
+        return self._engine.prefix(salt, prompt)
+
+    def resident(self, prefix: Prefix) -> int:
+        return self._engine.resident(prefix)
 
     def count_tokens(self, text: str) -> int:
         return self._engine.count_tokens(text)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,6 +24,7 @@ import structlog
 
 from serving import orphans
 from serving.accel.client import Client, read_exactly
+from serving.block_events import BlockEvents
 from serving.chat import ChatTokenizer
 from serving.config import EngineConfig
 from serving.engine import (
@@ -34,6 +37,7 @@ from serving.engine import (
     PrefillMode,
     Progress,
     Request,
+    Sampling,
     State,
     Stats,
     exact_path,
@@ -49,11 +53,13 @@ from serving.errors import (
 )
 from serving.model import ModelFolder, check_window, resolve_model
 from serving.prefill_speed import PrefillSpeed
-from serving.prefix_memory import PrefixMemory
+from serving.prefix import Prefix, prefix_of
+from serving.resident import ResidentBlocks
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.protocol import StreamingInput
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -65,6 +71,10 @@ _GPU_TOKEN_BUDGET = 16_384
 _CPU_BLOCK_SIZE = 32
 _KV_SHARE_OF_FREE_MEMORY = 0.25
 _KV_WINDOWS = 16
+# How long a question may have to wait for a background request that has just begun.
+_CPU_BACKGROUND_S = 1.0
+_GPU_BACKGROUND_S = 0.15
+_HOLDS = 4
 # Sparse prefill needs longer prompts, for it leaves the beginning of every prompt dense.
 _WARM_UP_TOKENS: dict[PrefillMode, tuple[int, ...]] = {"exact": (64, 512, 2048), "sparse": (64, 512, 2048, 4096)}
 
@@ -89,16 +99,25 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
         self._pending: set[str] = set()
+        self._background: set[str] = set()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._blocks = ResidentBlocks()
+        self._events: BlockEvents | None = None
         self._reading: dict[str, _Reading] = {}
         self._speed: dict[PrefillMode, PrefillSpeed] = {"exact": PrefillSpeed(), "sparse": PrefillSpeed()}
         self._accel: Client | None = None
         self._environment: list[str] = []
+        # The most tokens of one prompt in a step that several share.
+        self._share: int | None = None
 
     async def start(self) -> None:
         self._state = State("starting", "the model is loading")
         try:
             self._llm = await self._load_or_give_up()
             self._processes = await asyncio.to_thread(_engine_processes)
+            assert self._events is not None
+            self._events.follow()
             self._state = State("ready")
             await self._warm_up()
         except BaseException as error:
@@ -125,6 +144,10 @@ class VllmEngine:
         if self._accel is not None:
             self._accel.close()
             self._accel = None
+        if self._events is not None:
+            await self._events.close()
+            self._events = None
+        self._blocks.clear()
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         llm = self._admit(request)
@@ -163,6 +186,32 @@ class VllmEngine:
             result = delta.prefill or result
         return result
 
+    async def hold(self, request: Request) -> None:
+        llm = self._admit(request)
+        one = replace(request, sampling=Sampling(max_tokens=1))
+        params = _sampling_params(one, {} if self._accel is None else self._accel.extra_args(one))
+
+        async def prompts() -> AsyncGenerator[StreamingInput]:
+            from vllm.engine.protocol import StreamingInput
+
+            # The last token is computed anew whatever is cached, so it must not be one of the last whole block.
+            yield StreamingInput(prompt=_tokens_input(replace(request, prompt=[*request.prompt, request.prompt[0]])))
+            # vLLM keeps the blocks of a prompt that may still go on.
+            await asyncio.Event().wait()
+
+        stream = llm.generate(prompts(), params, request.id)
+        try:
+            async for _ in stream:
+                # The first token is of no use to anybody; what counts is that there are no more.
+                continue
+        except Exception as error:
+            raise self._translate(error) from error
+        finally:
+            await stream.aclose()
+
+    async def idle(self) -> None:
+        await self._quiet.wait()
+
     async def progress(self, request_id: str) -> Progress | None:
         reading = self._reading.get(request_id)
         if reading is None:
@@ -171,8 +220,7 @@ class VllmEngine:
         return Progress(started=is_next, done=reading.done, total=reading.total)
 
     def plan(self, request: Request) -> Plan:
-        # While it is being loaded, nothing is cached.
-        cached = 0 if self._llm is None else self._cache.cached_tokens(request.salt, request.prompt)
+        cached = self._cached(request)
         computed = len(request.prompt) - cached
         own = self._speed[request.prefill].estimate(computed, cached)
         before = [self._remaining(reading) for reading in self._reading.values()]
@@ -181,6 +229,15 @@ class VllmEngine:
         if request.prefill == "sparse" and path == "exact":
             path = "sparse"
         return Plan(path=path, tokens_to_compute=computed, eta_s=eta)
+
+    def estimate(self, computed: int, cached: int, mode: PrefillMode = "exact") -> float | None:
+        return self._speed[mode].estimate(computed, cached)
+
+    def prefix(self, salt: str, prompt: Sequence[int]) -> Prefix:
+        return prefix_of(salt, prompt, self._block)
+
+    def resident(self, prefix: Prefix) -> int:
+        return self._blocks.tokens(prefix)
 
     def count_tokens(self, text: str) -> int:
         return self._chat.count(text)
@@ -191,7 +248,14 @@ class VllmEngine:
     @property
     def limits(self) -> Limits:
         budget = self._config.token_budget or (_CPU_TOKEN_BUDGET if _on_cpu() else _GPU_TOKEN_BUDGET)
-        return Limits(window=self._window, token_budget=budget, max_pending=self._config.max_pending)
+        return Limits(
+            window=self._window,
+            token_budget=budget,
+            max_pending=self._config.max_pending,
+            block=self._block,
+            background_s=_CPU_BACKGROUND_S if _on_cpu() else _GPU_BACKGROUND_S,
+            holds=_HOLDS,
+        )
 
     @property
     def state(self) -> State:
@@ -214,6 +278,7 @@ class VllmEngine:
             sparse=selector is not None,
             progress=True,
             selector=selector,
+            fingerprint=self._fingerprint,
         )
 
     # --- start ---
@@ -239,10 +304,17 @@ class VllmEngine:
         cache = self._llm.vllm_config.cache_config
         return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
+    @property
+    def _block(self) -> int:
+        if self._llm is not None:
+            return int(self._llm.vllm_config.cache_config.block_size)
+        return int(self._config.engine_args.get("block_size") or _CPU_BLOCK_SIZE)
+
     @cached_property
-    def _cache(self) -> PrefixMemory:
-        assert self._llm is not None
-        return PrefixMemory(int(self._llm.vllm_config.cache_config.block_size), self._kv_tokens or self._window)
+    def _fingerprint(self) -> str:
+        settings = json.dumps(dict(self._config.engine_args), sort_keys=True, default=str)
+        parts = [self._folder.fingerprint, settings, _vllm_version()]
+        return sha256("\n".join(parts).encode()).hexdigest()
 
     async def _load_or_give_up(self) -> AsyncLLM:
         """Load in a thread. A thread cannot be cancelled, so its processes are ended, which makes it fail soon."""
@@ -262,7 +334,9 @@ class VllmEngine:
         check_window(self._folder, self._config.max_model_len)
         self._chat.require_template()
         self._accel = Client() if self._config.acceleration else None
-        self._environment = _set_environment(self._config, self._folder, self._accel)
+        self._events = BlockEvents(self._blocks)
+        more = {**self._events.environment, **({} if self._accel is None else self._accel.environment)}
+        self._environment = _set_environment(self._config, self._folder, more)
         orphans.claim()
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -274,12 +348,16 @@ class VllmEngine:
     def _engine_args(self) -> AsyncEngineArgs:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
+        self._share = self.limits.token_budget // 2
         arguments: dict[str, Any] = {
             "model": self._folder.source,
             "served_model_name": self._folder.name,
             "max_model_len": self._config.max_model_len,
             "max_num_batched_tokens": self.limits.token_budget,
-            "max_num_seqs": self._config.max_running,
+            # A step is shared as soon as somebody else has something to read, too.
+            "long_prefill_token_threshold": self._share,
+            "max_num_seqs": self._config.max_running + _HOLDS,
+            "kv_events_config": self._kv_events(),
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "enable_logging_iteration_details": True,
@@ -289,6 +367,12 @@ class VllmEngine:
         if _on_cpu():
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_SIZE}
         return AsyncEngineArgs(**arguments | dict(self._config.engine_args))
+
+    def _kv_events(self) -> Any:
+        from vllm.config import KVEventsConfig
+
+        assert self._events is not None
+        return KVEventsConfig(**self._events.settings)
 
     def _step_logger(self) -> Any:
         """A vLLM stat logger that tells this engine how many prompt tokens each step has read."""
@@ -327,7 +411,7 @@ class VllmEngine:
         state = self.state
         if not state.ready or self._llm is None:
             raise EngineUnavailable(f"the engine is {state.phase}: {state.reason}")
-        if len(self._pending) >= self._config.max_pending:
+        if not request.background and len(self._pending) >= self._config.max_pending:
             raise Overloaded(f"{len(self._pending)} questions wait already; try again in a moment")
         if len(request.prompt) + request.sampling.max_tokens > self._window:
             raise PromptTooLong(len(request.prompt), request.sampling.max_tokens, self._window)
@@ -335,32 +419,43 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[_Reading]:
-        cached = self._cache.cached_tokens(request.salt, request.prompt)
-        reading = _Reading(request.prefill, total=len(request.prompt), done=cached, alone=not self._pending)
+        alone = not (self._pending or self._background)
+        reading = _Reading(request.prefill, total=len(request.prompt), done=self._cached(request), alone=alone)
         for other in self._reading.values():
             other.alone = False
-        self._pending.add(request.id)
+        mine = self._background if request.background else self._pending
+        mine.add(request.id)
         self._reading[request.id] = reading
+        if self._pending:
+            self._quiet.clear()
         try:
             yield reading
         finally:
-            self._pending.discard(request.id)
+            mine.discard(request.id)
             self._reading.pop(request.id, None)
+            if not self._pending:
+                self._quiet.set()
+
+    def _cached(self, request: Request) -> int:
+        """Tokens at the start of the prompt that are in memory; the last one is computed in any case."""
+        return self.resident(self.prefix(request.salt, request.prompt[:-1]))
 
     def _advance(self, prompt_tokens: int, seconds: float) -> None:
-        """Credit a step's prompt tokens to the prompts being read: the scheduler serves them in order of admission."""
-        for reading in self._reading.values():
-            if not prompt_tokens:
-                return
-            taken = min(prompt_tokens, reading.total - reading.done)
-            reading.done += taken
-            prompt_tokens -= taken
-            if taken:
-                reading.longest_step = max(seconds, reading.longest_step or 0.0)
+        """Credit a step's prompt tokens to the prompts being read.
+
+        The scheduler serves them in order of admission, each with at most a share of the step if there are several.
+        """
+        several = len(self._reading) > 1
+        for most in (self._share if several and self._share else prompt_tokens, prompt_tokens):
+            for reading in self._reading.values():
+                taken = min(most, prompt_tokens, reading.total - reading.done)
+                reading.done += taken
+                prompt_tokens -= taken
+                if taken:
+                    reading.longest_step = max(seconds, reading.longest_step or 0.0)
 
     def _finish_reading(self, request: Request, reading: _Reading, output: RequestOutput) -> Prefill:
         self._reading.pop(request.id, None)
-        self._cache.add(request.salt, request.prompt)
         cached = output.num_cached_tokens
         if reading.alone and cached is not None and output.metrics is not None:
             seconds = output.metrics.first_token_ts - output.metrics.scheduled_ts
@@ -441,13 +536,19 @@ def _nothing() -> None:
     """In place of a method that must not run again."""
 
 
+def _vllm_version() -> str:
+    from vllm import __version__
+
+    return str(__version__)
+
+
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
-def _set_environment(config: EngineConfig, folder: ModelFolder, accel: Client | None) -> list[str]:
+def _set_environment(config: EngineConfig, folder: ModelFolder, more: Mapping[str, str]) -> list[str]:
     """Set what vLLM and its children read, and tell what was set; what the user has set stands."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -460,8 +561,7 @@ def _set_environment(config: EngineConfig, folder: ModelFolder, accel: Client | 
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if accel is not None:
-        defaults |= accel.environment
+    defaults |= more
     if not folder.on_hub:
         defaults["HF_HUB_OFFLINE"] = "1"
     if _on_cpu():

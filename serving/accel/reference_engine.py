@@ -7,6 +7,7 @@ nothing is skipped, so its times tell nothing. One request at a time, each promp
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from serving.engine import (
     Message,
     Plan,
     Prefill,
+    PrefillMode,
     Progress,
     Request,
     Sampling,
@@ -47,6 +49,7 @@ from serving.errors import (
     StartError,
 )
 from serving.model import ModelFolder, check_window, resolve_model
+from serving.prefix import Prefix, prefix_of
 
 _T = TypeVar("_T")
 _ATTENTION = "foreword_reference"
@@ -147,6 +150,27 @@ class ReferenceEngine:
             path = "sparse"
         return Plan(path=path, tokens_to_compute=len(request.prompt) - cached, eta_s=None)
 
+    async def hold(self, request: Request) -> None:
+        raise ServingError(f"the reference engine keeps nothing, so the request {request.id!r} cannot be held")
+
+    async def idle(self) -> None:
+        async with self._turn:
+            return
+
+    def estimate(
+        self,
+        computed: int,  # noqa: ARG002
+        cached: int,  # noqa: ARG002
+        mode: PrefillMode = "exact",  # noqa: ARG002 - it measures no speeds
+    ) -> float | None:
+        return None
+
+    def prefix(self, salt: str, prompt: Sequence[int]) -> Prefix:
+        return prefix_of(salt, prompt, 1)
+
+    def resident(self, prefix: Prefix) -> int:  # noqa: ARG002 - what it caches is its own affair
+        return 0
+
     def count_tokens(self, text: str) -> int:
         return self._chat.count(text)
 
@@ -156,7 +180,14 @@ class ReferenceEngine:
     @property
     def limits(self) -> Limits:
         window = self._config.max_model_len or self._folder.window or 8192
-        return Limits(window=window, token_budget=window, max_pending=self._config.max_pending)
+        return Limits(
+            window=window,
+            token_budget=window,
+            max_pending=self._config.max_pending,
+            block=1,
+            background_s=math.inf,
+            holds=0,
+        )
 
     @property
     def state(self) -> State:

@@ -107,6 +107,18 @@ async def test_steps_are_credited_in_order(step: int, done: list[int]) -> None:
     assert await engine.progress("none") is None
 
 
+async def test_a_step_that_several_share_is_credited_in_shares() -> None:
+    engine = reading_engine(("a", 1000, 10), ("b", 500, 0), ("c", 30, 0))
+    engine._share = 256
+    engine._advance(512, 0.5)
+    assert [reading.done for reading in engine._reading.values()] == [266, 256, 0]
+    engine._advance(512, 0.5)
+    engine._reading.pop("c")
+    engine._reading.pop("b")
+    engine._advance(512, 0.5)
+    assert engine._reading["a"].done == 266 + 256 + 478
+
+
 def test_the_longest_step_is_that_of_the_prompts_it_read() -> None:
     engine = reading_engine(("a", 100, 10), ("b", 50, 0))
     for tokens, seconds in ((60, 0.4), (30, 0.7), (20, 0.2), (0, 9.0)):
@@ -168,7 +180,7 @@ async def test_an_engine_leaves_no_settings_behind_for_the_next(monkeypatch: pyt
     monkeypatch.setenv("DO_NOT_TRACK", "mine")
     folder = ModelFolder(source="/models/a", name="a", config={"hidden_size": 8})
     engine = VllmEngine(EngineConfig(kv_gib=3))
-    engine._environment = vllm_engine._set_environment(EngineConfig(kv_gib=3), folder, None)
+    engine._environment = vllm_engine._set_environment(EngineConfig(kv_gib=3), folder, {})
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
     await engine.stop()
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ

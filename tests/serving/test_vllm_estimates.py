@@ -68,7 +68,7 @@ def test_a_sparse_plan_has_a_speed_of_its_own_and_waits_for_exact_prompts() -> N
 
 def test_a_plan_knows_what_is_cached_under_its_salt() -> None:
     engine = _engine(_loaded())
-    engine._cache.add("s", range(100))
+    engine._blocks.stored([b"a", b"b", b"c"], None, range(96), BLOCK, "s")
     plan = engine.plan(Request(range(100), "r", "s"))
     assert (plan.path, plan.tokens_to_compute, plan.eta_s) == ("warm", 100 - 3 * BLOCK, None)
     assert engine.plan(Request(range(100), "r", "other")).tokens_to_compute == 100
@@ -120,7 +120,7 @@ async def test_only_the_first_of_the_prompts_has_started() -> None:
 
 async def test_cached_tokens_count_as_read_from_the_start() -> None:
     engine = _engine(_loaded())
-    engine._cache.add("s", range(100))
+    engine._blocks.stored([b"a", b"b", b"c"], None, range(96), BLOCK, "s")
     async with engine._read(Request(range(100), "r", "s")):
         progress = await engine.progress("r")
         assert progress is not None

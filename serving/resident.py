@@ -1,0 +1,53 @@
+"""What is in the engine's cache, from what the engine tells: blocks stored, blocks removed, everything cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from serving.prefix import Prefix, following, namespace
+
+
+class ResidentBlocks:
+    """The blocks whose keys and values are in memory, by the engine's names for them and by our digests.
+
+    A block whose predecessor was never told of is not counted: nobody could say what it stands for.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[bytes, bytes] = {}
+        self._resident: set[bytes] = set()
+
+    def stored(
+        self, names: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], block: int, salt: str
+    ) -> None:
+        """Blocks were filled, one after another.
+
+        Args:
+            names: the engine's, of each block.
+            parent: name of the block before the first, None at the start of a prompt.
+            tokens: [blocks * block].
+            salt: of the request; matters at the start of a prompt only.
+        """
+        before = namespace(salt) if parent is None else self._digests.get(parent)
+        if before is None:
+            return
+        for number, name in enumerate(names):
+            before = following(before, tokens[number * block : (number + 1) * block])
+            self._digests[name] = before
+            self._resident.add(before)
+
+    def removed(self, names: Iterable[bytes]) -> None:
+        """Blocks were evicted."""
+        for name in names:
+            if (digest := self._digests.pop(name, None)) is not None:
+                self._resident.discard(digest)
+
+    def clear(self) -> None:
+        """The cache was emptied, or what it holds is not known any more."""
+        self._digests.clear()
+        self._resident.clear()
+
+    def tokens(self, prefix: Prefix) -> int:
+        """Tokens at the start of the prefix whose blocks are in memory without a gap."""
+        blocks = next((n for n, digest in enumerate(prefix.digests) if digest not in self._resident), None)
+        return prefix.tokens if blocks is None else blocks * prefix.block
