@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Literal
 
 from app.citations import Citation, Evidence, cite
-from app.prompt import VERSION, Excerpt, Source, build_messages, question_start
+from app.prompt import Excerpt, Source, build_messages, question_start
+from app.scope import Scope, answer_room, in_order, may_fit, salt_of, whole_sources
 from app.services import Services
 from retrieval.catalogue import READABLE, Document, StoredPage
 from retrieval.search import Section, search
@@ -30,8 +29,6 @@ _WORTH = 0.9
 # Of a shorter prompt most is read densely whatever is chosen, so that an estimate that says otherwise is noise.
 _LEAST_SPARSE_TOKENS = 2048
 _PROGRESS_EVERY_S = 1.0
-_MAX_TOKENS = 512
-_MAX_TOKENS_SHARE = 0.25
 
 
 class AskError(Exception):
@@ -136,11 +133,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """The end of an answer; `evicted` are documents that were warm before a question with `acceleration=off`."""
+
     answer: str
     finish_reason: str | None
     usage: Usage
     timings: Timings
     prefill: Prefill
+    evicted: tuple[str, ...] = ()
 
 
 Event = Context | Reading | Token | Citations | Done
@@ -154,6 +154,7 @@ class Prepared:
     request: Request
     context: Context
     evidence: tuple[Evidence, ...]
+    scope: Scope
     received: float
     alone: bool
     timings: Timings = field(default_factory=Timings)
@@ -172,28 +173,29 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
     """
     _require_free_engine(services)
     timings = Timings()
-    max_tokens = ask.max_tokens or min(_MAX_TOKENS, int(services.engine.limits.window * _MAX_TOKENS_SHARE))
-    documents = await asyncio.to_thread(_documents, ask, services)
+    window = services.engine.limits.window
+    max_tokens = ask.max_tokens or answer_room(window)
+    documents = await asyncio.to_thread(documents_of, ask.documents, ask.collection, services)
 
     started = time.perf_counter()
     question = (await asyncio.to_thread(services.redact, ask.question)).text
     timings.redact = time.perf_counter() - started
 
-    may_fit = _may_fit(documents, max_tokens, services)
-    if ask.mode == "whole" and not may_fit:
+    fits = may_fit(documents, max_tokens, window)
+    if ask.mode == "whole" and not fits:
         await asyncio.to_thread(_require_fit, documents, max_tokens, services)
-    whole = ask.mode == "whole" or (ask.mode == "auto" and may_fit)
+    whole = ask.mode == "whole" or (ask.mode == "auto" and fits)
     prompt: list[int] = []
     sections: list[Section] = []
     pages: list[StoredPage] = []
     if whole:
         started = time.perf_counter()
         pages = await asyncio.to_thread(_pages, documents, services)
-        prompt = await asyncio.to_thread(_render, _whole_sources(documents, pages), question, services)
+        prompt = await asyncio.to_thread(_render, whole_sources(documents, pages), question, services)
         timings.assemble = time.perf_counter() - started
         if _too_long(prompt, max_tokens, services):
             if ask.mode == "whole":
-                raise PromptTooLong(len(prompt), max_tokens, services.engine.limits.window)
+                raise PromptTooLong(len(prompt), max_tokens, window)
             whole = False
     if not whole:
         started = time.perf_counter()
@@ -214,7 +216,8 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         ),
     )
     alone = ask.acceleration == "off"
-    request, plan = (request, services.engine.plan(request)) if alone else _soonest(request, documents, services)
+    scope = Scope(tuple(document.id for document in documents))
+    request, plan = (request, services.engine.plan(request)) if alone else _soonest(request, scope, services)
     names = {document.id: document.name for document in documents}
     context = Context(
         mode="whole" if whole else "retrieve",
@@ -230,7 +233,7 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         if whole
         else await asyncio.to_thread(_section_evidence, names, sections, services)
     )
-    return Prepared(question, request, context, tuple(evidence), received, alone, timings)
+    return Prepared(question, request, context, tuple(evidence), scope, received, alone, timings)
 
 
 async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event, None]:
@@ -246,6 +249,7 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     prefill = Prefill(len(prepared.request.prompt))
     yield prepared.context
     sending = _Sending(asked=time.perf_counter())
+    warm = services.warmer.warm_scopes() if prepared.alone else frozenset()
     # Left to itself, an abandoned iterator would be closed, and its request aborted, at some later time.
     async with contextlib.aclosing(_with_progress(prepared, sending, services)) as items:
         async for item in items:
@@ -266,7 +270,10 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     timings.total = time.perf_counter() - prepared.received
     usage = Usage(prefill.prompt_tokens, tokens, prefill.prompt_tokens + tokens)
     services.metrics.answered(prefill, timings.ttft, timings.total)
-    yield Done(text, finish_reason, usage, timings, prefill)
+    if prepared.context.mode == "whole" and not prepared.alone:
+        services.warmer.asked(prepared.scope)
+    evicted = {id for scope in warm - services.warmer.warm_scopes() for id in scope.documents}
+    yield Done(text, finish_reason, usage, timings, prefill, tuple(sorted(evicted)))
 
 
 @dataclass(slots=True)
@@ -335,26 +342,25 @@ def _require_free_engine(services: Services) -> None:
         raise Overloaded(f"{services.pending} questions wait already; try again in a moment")
 
 
-def _documents(ask: Ask, services: Services) -> list[Document]:
-    """The documents of the scope, oldest first, so that the same scope always makes the same prefix."""
-    if ask.documents:
-        documents = [services.catalogue.get(id) for id in dict.fromkeys(ask.documents)]
+def documents_of(ids: Sequence[str], collection: str, services: Services) -> list[Document]:
+    """The documents that a question is about: those of these ids, or without any those of the collection; blocks.
+
+    Raises:
+        NoDocuments, NotReady, UnknownDocument, UnusableCollection: they cannot be read.
+    """
+    if ids:
+        documents = [services.catalogue.get(id) for id in dict.fromkeys(ids)]
         for document in documents:
             if document.status not in READABLE:
                 state = document.status if document.status in ("failed", "cancelled") else "still being read"
                 why = f": {document.reason}" if document.reason else ""
                 raise NotReady(f"document {document.id!r} is {state}{why}")
     else:
-        collection = services.collection(ask.collection)
-        documents = services.catalogue.documents(collection, READABLE)
+        stored = services.collection(collection)
+        documents = services.catalogue.documents(stored, READABLE)
         if not documents:
-            raise NoDocuments(f"collection {collection!r} has no document that can be read; upload one first")
-    return sorted(documents, key=lambda document: (document.created_at, document.id))
-
-
-def _may_fit(documents: Sequence[Document], max_tokens: int, services: Services) -> bool:
-    """Whether the pages alone leave room, by the stored counts, before anything is read or rendered."""
-    return sum(document.tokens or 0 for document in documents) + max_tokens < services.engine.limits.window
+            raise NoDocuments(f"collection {stored!r} has no document that can be read; upload one first")
+    return in_order(documents)
 
 
 def _require_fit(documents: Sequence[Document], max_tokens: int, services: Services) -> None:
@@ -411,13 +417,6 @@ def _fit_sections(
         sections = [section for section in sections if section is not weakest]
 
 
-def _whole_sources(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Source]:
-    return [
-        Source(document.name, tuple(Excerpt(p.number, p.text) for p in pages if p.document == document.id))
-        for document in documents
-    ]
-
-
 def _section_sources(documents: Sequence[Document], sections: Sequence[Section]) -> list[Source]:
     sources = []
     for document in documents:
@@ -437,22 +436,16 @@ def _section_evidence(names: dict[str, str], sections: Sequence[Section], servic
     return [Evidence(s.document, names[s.document], s.page, labels[s.document, s.page], s.text) for s in sections]
 
 
-def _soonest(request: Request, documents: Sequence[Document], services: Services) -> tuple[Request, Plan]:
+def _soonest(request: Request, scope: Scope, services: Services) -> tuple[Request, Plan]:
     """The request as it is read sooner by the engine's own estimate; exact when that cannot tell or little is won."""
     engine = services.engine
-    exact = replace(request, salt=_salt("exact", documents, services))
+    exact = replace(request, salt=salt_of(scope, "exact", engine, services.key))
     exact_plan = engine.plan(exact)
     if not engine.capabilities.sparse or exact_plan.tokens_to_compute < _LEAST_SPARSE_TOKENS:
         return exact, exact_plan
     how = f"sparse {engine.capabilities.selector}"
-    sparse = replace(request, prefill="sparse", salt=_salt(how, documents, services))
+    sparse = replace(request, prefill="sparse", salt=salt_of(scope, how, engine, services.key))
     sparse_plan = engine.plan(sparse)
     if exact_plan.eta_s is None or sparse_plan.eta_s is None or sparse_plan.eta_s > _WORTH * exact_plan.eta_s:
         return exact, exact_plan
     return sparse, sparse_plan
-
-
-def _salt(how: str, documents: Sequence[Document], services: Services) -> str:
-    """The cache namespace of documents that are read in this way: keyed, so that nobody can guess it."""
-    parts = "\n".join([VERSION, services.engine.capabilities.model, how, *(d.id for d in documents)])
-    return hmac.new(services.key, parts.encode(), sha256).hexdigest()

@@ -74,7 +74,7 @@ class AskBody(BaseModel):
 
 
 class AnswerBody(BaseModel):
-    """The answer in one piece; `context`, `usage`, `timings` and `prefill` as in docs/api.md."""
+    """The answer in one piece; `context`, `usage`, `timings`, `prefill` and `evicted` as in docs/api.md."""
 
     answer: str
     finish_reason: str | None
@@ -83,6 +83,7 @@ class AnswerBody(BaseModel):
     usage: dict[str, int]
     timings: dict[str, float | None]
     prefill: dict[str, Any]
+    evicted: list[str]
 
 
 @router.post("/ask", response_model=AnswerBody)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel
 
+from app.scope import Scope
 from app.services import Services
 from app.stream import EventResponse, encode
 from app.upload import read_uploads
@@ -64,6 +66,17 @@ class ProgressBody(BaseModel):
     unit: str
 
 
+class WarmBody(BaseModel):
+    """How much of a document the engine has read already, in tokens; `total` is null until it was counted."""
+
+    state: str
+    tokens: int
+    total: int | None
+    eta_s: float | None
+    pinned: bool
+    reason: str | None
+
+
 class DocumentBody(BaseModel):
     """A document with its status and counts."""
 
@@ -80,6 +93,7 @@ class DocumentBody(BaseModel):
     chunks: int
     tokens: int | None
     entities: dict[str, int]
+    warm: WarmBody
 
 
 class DocumentsBody(BaseModel):
@@ -112,14 +126,14 @@ async def list_documents(request: Request, collection: Annotated[str | None, Que
     if collection is not None:
         collection = await asyncio.to_thread(services.collection, collection)
     documents = await asyncio.to_thread(services.catalogue.documents, collection)
-    return DocumentsBody(documents=[_body(document, services) for document in documents])
+    return DocumentsBody(documents=[document_body(document, services) for document in documents])
 
 
 @router.get("/{id}")
 async def show(id: str, request: Request) -> DocumentBody:
     """One document."""
     services = _services(request)
-    return _body(await asyncio.to_thread(services.catalogue.get, id), services)
+    return document_body(await asyncio.to_thread(services.catalogue.get, id), services)
 
 
 @router.get("/{id}/pages/{number}")
@@ -143,7 +157,7 @@ async def cancel(id: str, request: Request) -> DocumentBody:
     services = _services(request)
     await asyncio.to_thread(services.catalogue.get, id)
     await services.jobs.cancel(id)
-    return _body(await asyncio.to_thread(services.catalogue.get, id), services)
+    return document_body(await asyncio.to_thread(services.catalogue.get, id), services)
 
 
 @router.delete("/{id}", status_code=204)
@@ -156,7 +170,7 @@ async def _statuses(id: str, services: Services) -> AsyncIterator[bytes]:
     # A document that is deleted meanwhile has no status any more; its stream just ends.
     with contextlib.suppress(UnknownDocument):
         async for document in services.jobs.watch(id):
-            yield encode("status", _body(document, services).model_dump(mode="json"))
+            yield encode("status", document_body(document, services).model_dump(mode="json"))
 
 
 def _services(request: Request) -> Services:
@@ -169,7 +183,8 @@ def _accepted(accepted: Accepted, name: str) -> AcceptedBody:
     return AcceptedBody(id=accepted.id, name=name, duplicate=accepted.duplicate, status_url=url)
 
 
-def _body(document: Document, services: Services) -> DocumentBody:
+def document_body(document: Document, services: Services) -> DocumentBody:
+    """A document as clients see it."""
     stage = services.jobs.stage(document.id)
     return DocumentBody(
         id=document.id,
@@ -185,6 +200,7 @@ def _body(document: Document, services: Services) -> DocumentBody:
         chunks=document.chunks,
         tokens=document.tokens,
         entities=dict(document.entities or {}),
+        warm=WarmBody(**asdict(services.warmer.warmth(Scope((document.id,))))),
     )
 
 

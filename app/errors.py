@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.answer import NoDocuments, NotReady
 from app.services import UnusableCollection
+from app.warmer import WarmError
 from ingest.errors import EmptyFile, EncryptedFile, FileRefused, NoText, QueueFull, UnsupportedType, WorkerCrashed
 from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong, ServingError
@@ -48,6 +49,7 @@ _TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (UnknownPage, 404, "unknown_page"),
     (NoDocuments, 404, "no_documents"),
     (NotReady, 409, "not_ready"),
+    (WarmError, 409, "not_warmed"),
     (PromptTooLong, 400, "prompt_too_long"),
     (Overloaded, 429, "overloaded"),
     (QueueFull, 429, "overloaded"),

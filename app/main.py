@@ -7,7 +7,7 @@ from importlib import metadata
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from app import ask, documents, errors, health
+from app import ask, documents, errors, health, warm
 from app.limits import Limits
 from app.services import Services
 
@@ -23,6 +23,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.include_router(documents.router)
+    app.include_router(warm.router)
     app.include_router(ask.router)
     app.include_router(health.router)
     app.mount("/web", StaticFiles(directory=health.WEB), name="web")

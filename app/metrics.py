@@ -35,6 +35,9 @@ class Metrics:
         self._total = Histogram(
             "foreword_answer_seconds", "Arrival to end of answer", buckets=_TTFT_BUCKETS, registry=registry
         )
+        self._warmed = Counter(
+            "foreword_warmed_tokens", "Tokens that were read before anybody asked", registry=registry
+        )
         self._ingests = Histogram(
             "foreword_ingest_seconds", "Ingests by final status", ["status"], buckets=_INGEST_BUCKETS, registry=registry
         )
@@ -50,6 +53,9 @@ class Metrics:
         self._kept_pages.inc(prefill.kept_pages or 0)
         self._total_pages.inc(prefill.total_pages or 0)
         self._selector.inc(prefill.selector_s or 0.0)
+
+    def warmed(self, tokens: int) -> None:
+        self._warmed.inc(tokens)
 
     def failed(self, type: str) -> None:
         self._failures.labels(type).inc()

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from app.metrics import Metrics
 from app.settings import Settings
+from app.warmer import Warmer
 from ingest.jobs import Jobs
 from ingest.pipeline import IngestConfig, Pipeline
 from ingest.redact import PLACEHOLDER, Redacted, Redactor, load_key, presidio
@@ -75,6 +76,7 @@ class Services:
     workers: Workers
     jobs: Jobs
     engine: Engine
+    warmer: Warmer
     metrics: Metrics
     registry: CollectorRegistry
     lock: IO[str]
@@ -91,11 +93,13 @@ class Services:
         await asyncio.to_thread(self.redact, "warm-up")
         await self.jobs.start()
         if with_engine:
+            await self.warmer.start()
             await self.engine.start()
 
     async def stop(self) -> None:
         """Stop in the opposite order; safe after a failed start."""
         await self.jobs.stop()
+        await self.warmer.stop()
         self.checks.close()
         self.workers.close()
         await self.engine.stop()
@@ -204,9 +208,17 @@ def build_services(settings: Settings, engine: Engine | None = None) -> Services
             catalogue=catalogue,
             count_tokens=engine.count_tokens,
         )
-        jobs = Jobs(pipeline, on_end=metrics.ingested)
+        warmer = Warmer(engine, catalogue, key, enabled=settings.warm, on_read=metrics.warmed)
+        jobs = Jobs(
+            pipeline,
+            on_end=metrics.ingested,
+            on_ready=lambda id, last: warmer.arrived(id, last=last),
+            on_delete=warmer.forget,
+        )
         undo.pop_all()
-    return Services(settings, key, catalogue, vectors, embedder, checks, workers, jobs, engine, metrics, registry, lock)
+    return Services(
+        settings, key, catalogue, vectors, embedder, checks, workers, jobs, engine, warmer, metrics, registry, lock
+    )
 
 
 def _engine(settings: Settings) -> Engine:

@@ -50,6 +50,7 @@ class Settings(BaseSettings):
         None, ge=1, description="KV cache on CPU in GiB; default at most a quarter of free memory"
     )
     acceleration: bool = Field(True, description="`off` keeps sparse prefill out of the engine")
+    warm: bool = Field(True, description="`off` reads documents only when they are asked about")
     max_pending: int = Field(32, ge=1, description="questions in work or waiting before new ones get 429")
     max_running: int = Field(16, ge=1, description="questions the engine works on at once")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="JSON object passed to vLLM as it is")

@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import dropwhile
@@ -63,13 +63,29 @@ class Stage:
     unit: str
 
 
+async def _nobody(*_: object) -> None:
+    """In place of somebody who wants to be told."""
+
+
 class Jobs:
     """Takes uploads and works them off."""
 
-    def __init__(self, pipeline: Pipeline, on_end: Callable[[Status, float], None] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        on_end: Callable[[Status, float], None] = lambda *_: None,
+        on_ready: Callable[[str, bool], Awaitable[None]] = _nobody,
+        on_delete: Callable[[str], Awaitable[None]] = _nobody,
+    ) -> None:
+        """Args:
+        on_end: told the final status of each ingest and its seconds.
+        on_ready: told the id of a document that can be read now, and whether no other one waits.
+        on_delete: told the id of a document that is about to be deleted.
+        """
         self._pipeline = pipeline
         self._catalogue = pipeline.catalogue
-        self._on_end = on_end
+        self._on_end, self._on_ready, self._on_delete = on_end, on_ready, on_delete
         self._waiting: OrderedDict[str, Upload] = OrderedDict()
         self._stages: dict[str, Stage] = {}
         self._current: tuple[str, asyncio.Task[Status]] | None = None
@@ -145,6 +161,7 @@ class Jobs:
         """
         await asyncio.to_thread(self._catalogue.get, id)
         await self.cancel(id)
+        await self._on_delete(id)
         await asyncio.to_thread(self._pipeline.vectors.delete, id)
         await asyncio.to_thread(self._catalogue.delete, id)
         log.info("document_deleted", document=id)
@@ -240,6 +257,9 @@ class Jobs:
         await self._end(id, status, reason)
         if status in READABLE and upload.on_duplicate == "replace":
             await self._delete_older(id, upload)
+        if status in READABLE:
+            with contextlib.suppress(UnknownDocument):
+                await self._on_ready(id, not self._waiting)
         seconds = time.monotonic() - started
         self._on_end(status, seconds)
         log.info("ingest_ended", document=id, status=status, seconds=round(seconds, 2), bytes=len(upload.data))

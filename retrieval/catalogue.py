@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from sqlalchemy import ForeignKey, Index, Select, String, create_engine, delete, event, func, select, update
+from sqlalchemy import ForeignKey, Index, Select, String, Text, create_engine, delete, event, func, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -28,6 +28,7 @@ FINAL: tuple[Status, ...] = (*READABLE, *_LOST)
 STATUSES: tuple[Status, ...] = get_args(Status)
 # SQLite takes no more than 32,766 values in a statement.
 _VALUES_AT_ONCE = 10_000
+_MOST_SCOPES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,15 @@ class _ChunkRow(_Base):
     page: Mapped[int]
     start: Mapped[int]
     end: Mapped[int]
+
+
+class _ScopeRow(_Base):
+    """Documents that were read together, as a JSON list of their ids; `used` grows with each use."""
+
+    __tablename__ = "scopes"
+
+    documents: Mapped[str] = mapped_column(Text, primary_key=True)
+    used: Mapped[int]
 
 
 class Catalogue:
@@ -246,6 +256,7 @@ class Catalogue:
         """
         with self._transaction() as session:
             session.delete(_row(session, id))
+            session.execute(delete(_ScopeRow).where(_ScopeRow.documents.contains(json.dumps(id), autoescape=True)))
 
     def clear(self, id: str) -> None:
         """Remove what an unfinished ingest has stored, but keep the entry."""
@@ -254,6 +265,24 @@ class Catalogue:
             session.execute(delete(_PageRow).where(_PageRow.document == id))
             nothing = {"pages": 0, "chunks": 0, "tokens": None, "entities": "{}"}
             session.execute(update(_DocumentRow).where(_DocumentRow.id == id).values(nothing))
+
+    def use_scope(self, documents: Sequence[str]) -> None:
+        """Remember that these documents were just read together; of many such sets only the latest are kept."""
+        key = json.dumps(list(documents))
+        with self._transaction() as session:
+            known = session.scalars(select(_DocumentRow.id).where(_DocumentRow.id.in_(documents))).all()
+            # Deleted meanwhile: such a set is of no use, and nobody would remove it again.
+            if len(known) < len(set(documents)):
+                return
+            last = session.scalar(select(func.max(_ScopeRow.used))) or 0
+            session.merge(_ScopeRow(documents=key, used=last + 1))
+            session.execute(delete(_ScopeRow).where(_ScopeRow.used <= last - _MOST_SCOPES))
+
+    def scopes(self) -> list[tuple[str, ...]]:
+        """Documents that were read together, the latest use first."""
+        with self._transaction() as session:
+            rows = session.scalars(select(_ScopeRow).order_by(_ScopeRow.used.desc()))
+            return [tuple(json.loads(row.documents)) for row in rows]
 
     def count(self) -> int:
         """How many documents there are."""

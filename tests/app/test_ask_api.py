@@ -97,7 +97,16 @@ async def test_without_streaming_the_same_facts_come_in_one_piece(
     fact = long_report.facts[6]
     service.engine.enqueue(f"It takes place in {fact.answer}.")
     body = (await service.ask(fact.question, documents=[report_id])).json()
-    assert set(body) == {"answer", "finish_reason", "citations", "context", "usage", "timings", "prefill"}
+    assert set(body) == {
+        "answer",
+        "finish_reason",
+        "citations",
+        "context",
+        "usage",
+        "timings",
+        "prefill",
+        "evicted",
+    }
     assert body["citations"][0]["page"] == fact.page
     assert body["prefill"]["path"] == "exact"
     assert body["prefill"]["density"] == 1.0
