@@ -35,6 +35,8 @@ cli = typer.Typer(
 _out = Console(markup=False, highlight=False)
 _err = Console(stderr=True, markup=False, highlight=False)
 
+_WARM_POLL_S = 0.2
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Collection = Annotated[str, typer.Option("--collection", "-c", help="The collection to use.")]
 
@@ -150,10 +152,11 @@ def list_documents(
         if as_json:
             _print_json(body)
             return
-        table = Table(Column("id", no_wrap=True), "name", "collection", "status", "pages", "tokens", "redacted")
+        table = Table(Column("id", no_wrap=True), "name", "collection", "status", "pages", "tokens", "redacted", "warm")
         for found in body["documents"]:
             numbers = (found["pages"], found["tokens"] or "", sum(found["entities"].values()))
-            table.add_row(found["id"], found["name"], found["collection"], found["status"], *map(str, numbers))
+            facts = (found["id"], found["name"], found["collection"], found["status"], *map(str, numbers))
+            table.add_row(*facts, found["warm"]["state"])
         _out.print(table if body["documents"] else "no documents yet; add some with: foreword ingest FILE")
 
     _with_client(work, needs_engine=False)
@@ -184,6 +187,47 @@ def delete(ids: Annotated[list[str], typer.Argument(help="Ids of the documents."
             _say(f"deleted {id}")
 
     _with_client(work, needs_engine=False)
+
+
+@cli.command()
+def warm(
+    ids: Annotated[list[str], typer.Argument(help="Ids of the documents.")],
+    pin: Annotated[bool, typer.Option("--pin", help="Keep them in memory, whatever else is read.")] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="Stop reading them early, and release their pins.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read documents before anybody asks about them, and wait until they are read."""
+
+    async def work(client: Client) -> None:
+        documents = []
+        for id in ids:
+            if release:
+                documents.append(await client.json("DELETE", f"{_path(id)}/warm"))
+                _say(f"{id}: released")
+            else:
+                documents.append(await _warm(client, id, pin))
+        if as_json:
+            _print_json({"documents": documents})
+        if not release and any(document["warm"]["state"] != "warm" for document in documents):
+            raise typer.Exit(1)
+
+    _with_client(work, needs_engine=True)
+
+
+async def _warm(client: Client, id: str, pin: bool) -> Any:
+    """Have one document read and follow that to its end; returns the document as it is then."""
+    document = await client.json("POST", f"{_path(id)}/warm", params={"pin": pin})
+    with _bar() as bar:
+        task = bar.add_task(f"{document['name']}: warming", total=None)
+        while (warmth := document["warm"])["state"] == "warming":
+            bar.update(task, completed=warmth["tokens"], total=warmth["total"])
+            await asyncio.sleep(_WARM_POLL_S)
+            document = await client.json("GET", _path(id))
+    reason = f": {warmth['reason']}" if warmth["reason"] else ""
+    _say(f"{document['name']}: {warmth['state']}{reason} - {id}, {warmth['tokens']:,} tokens")
+    return document
 
 
 async def _ingest(client: Client, file: Path, collection: str, on_duplicate: OnDuplicate) -> Any:

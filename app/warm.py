@@ -14,17 +14,21 @@ from app.documents import DocumentBody, document_body
 from app.scope import Scope, answer_room, may_fit
 from app.services import Services
 from app.stream import EventResponse, encode
-from app.warmer import Warmth
+from app.warmer import WarmError, Warmth
 from retrieval.catalogue import Document
 
 router = APIRouter(prefix="/v1", tags=["warm documents"])
+
+_TOO_LONG = "it is longer than the model's window, so passages of it are searched for each question"
 
 
 @router.post("/documents/{id}/warm", status_code=202)
 async def warm(id: str, request: Request, pin: Annotated[bool, Query()] = False) -> DocumentBody:
     """Read a document before anybody asks about it; with `pin` it then stays, whatever else is read."""
     services: Services = request.app.state.services
-    (document,) = await asyncio.to_thread(documents_of, [id], "", services)
+    (document,) = found = await asyncio.to_thread(documents_of, [id], "", services)
+    if not _fits(found, services):
+        raise WarmError(f"document {id!r} cannot be warmed: {_TOO_LONG}")
     await services.warmer.warm(Scope((document.id,)), pin=pin)
     return document_body(document, services)
 
@@ -51,10 +55,8 @@ async def intent(
 
 
 async def _warmth(documents: list[Document], services: Services) -> AsyncIterator[bytes]:
-    window = services.engine.limits.window
-    if not may_fit(documents, answer_room(window), window):
-        reason = "the documents are longer than the model's window, so passages of them are searched for each question"
-        yield encode("warm", asdict(Warmth("cold", reason=reason)))
+    if not _fits(documents, services):
+        yield encode("warm", asdict(Warmth("cold", reason=_TOO_LONG)))
         return
     scope = Scope(tuple(document.id for document in documents))
     last: Warmth | None = None
@@ -64,3 +66,8 @@ async def _warmth(documents: list[Document], services: Services) -> AsyncIterato
                 yield encode("warm", asdict(now))
                 last = now
             await services.warmer.changes()
+
+
+def _fits(documents: list[Document], services: Services) -> bool:
+    window = services.engine.limits.window
+    return may_fit(documents, answer_room(window), window)

@@ -286,7 +286,7 @@ class Warmer:
         return max(capacity - _ROOM_WINDOWS * self._engine.limits.window, capacity // 2)
 
     async def _step(self, entry: _Entry) -> None:
-        """Read a little more of a scope; at first only count what there is to read, which decides whether it has room."""
+        """Read a little more of a scope; at first only count what there is to read, for that decides if it has room."""
         if entry.total is None:
             await self._prompt(entry)
             return

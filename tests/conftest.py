@@ -62,7 +62,9 @@ class Service:
 @pytest.fixture(scope="session")
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
     """The service with the scripted engine and an empty data folder."""
-    settings = Settings(port=0, engine="scripted", data_dir=tmp_path_factory.mktemp("data"), max_upload_mb=2)
+    data = tmp_path_factory.mktemp("data")
+    # Documents stay cold unless a test says otherwise, so that each prompt is read as the test expects it.
+    settings = Settings(port=0, engine="scripted", data_dir=data, max_upload_mb=2, warm=False)
     async with (
         running(settings) as (url, services),
         httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
