@@ -254,12 +254,14 @@ class Jobs:
             # What cannot be removed is never read, because only readable documents are; the document must end.
             except Exception as error:
                 log.error("parts_not_removed", document=id, error=type(error).__name__)
-        await self._end(id, status, reason)
-        if status in READABLE and upload.on_duplicate == "replace":
-            await self._delete_older(id, upload)
+        await asyncio.to_thread(self._catalogue.set_status, id, status, reason)
         if status in READABLE:
+            # Before anybody is told that it is ready: what they see then includes what comes of this.
             with contextlib.suppress(UnknownDocument):
                 await self._on_ready(id, not self._waiting)
+        self._notify()
+        if status in READABLE and upload.on_duplicate == "replace":
+            await self._delete_older(id, upload)
         seconds = time.monotonic() - started
         self._on_end(status, seconds)
         log.info("ingest_ended", document=id, status=status, seconds=round(seconds, 2), bytes=len(upload.data))

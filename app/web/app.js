@@ -1,7 +1,7 @@
 // The page of Foreword. Document text, file names and answers are untrusted: they only ever become text nodes.
 
 const COLLECTION = "default";
-const STAGES = ["extracting", "redacting", "chunking", "embedding", "storing"];
+const STAGES = ["extracting", "redacting", "chunking", "embedding", "storing", "warming"];
 const FINAL = new Set(["ready", "partial", "failed", "cancelled"]);
 const ANSWERABLE = new Set(["ready", "partial"]);
 // Browsers open six connections to a host over HTTP/1.1; status streams must leave some for questions and other tabs.
@@ -136,7 +136,8 @@ async function refreshDocuments() {
     const { documents } = await getJson(`/v1/documents?collection=${COLLECTION}`);
     showDocuments(documents);
     showText(byId("documents-problem"), "");
-    if (documents.every(({ id, status }) => FINAL.has(status) || statusStreams.has(id))) pace = "idle";
+    const settled = ({ id, status, warm }) => (FINAL.has(status) && warm.state !== "warming") || statusStreams.has(id);
+    if (documents.every(settled)) pace = "idle";
   } catch (problem) {
     showText(byId("documents-problem"), problem.message);
   }
@@ -202,6 +203,7 @@ class DocumentRow {
     this.name = name;
     this.checkbox = make("input", { type: "checkbox", onchange: () => this.select() });
     this.status = make("span", { className: "status" });
+    this.warmth = make("span", { className: "warmth" });
     this.facts = make("span", { className: "quiet" });
     this.entityCount = make("summary");
     this.entityList = make("p", { className: "quiet" });
@@ -216,7 +218,7 @@ class DocumentRow {
       make("div", { className: "row-head" },
         make("label", {}, this.checkbox, make("span", { className: "name", textContent: name })),
         this.cancelButton, this.deleteButton),
-      make("div", { className: "row-facts" }, this.status, this.facts, this.entities),
+      make("div", { className: "row-facts" }, this.status, this.warmth, this.facts, this.entities),
       this.stages, this.reason, this.problem);
   }
 
@@ -233,8 +235,9 @@ class DocumentRow {
       .filter(Boolean).join(", ");
     this.updateEntities(item.entities ?? {});
     this.updateStages(item);
+    this.updateWarmth(item);
     showText(this.reason, item.reason);
-    this.stages.hidden = ended;
+    this.stages.hidden = ended && item.warm.state !== "warming";
     this.cancelButton.hidden = ended;
     this.deleteButton.hidden = !ended;
     this.checkbox.disabled = !ANSWERABLE.has(item.status);
@@ -251,10 +254,19 @@ class DocumentRow {
     this.entityList.textContent = kinds.map(([kind, number]) => `${kind} ${count(number)}`).join(", ");
   }
 
-  updateStages({ status, progress }) {
-    const { stage = status, done = 0, total = 0, unit } = progress ?? {};
+  updateWarmth({ status, warm }) {
+    const shown = ANSWERABLE.has(status) ? warmthText(warm) : "";
+    showText(this.warmth, shown);
+    this.warmth.dataset.state = warm.state;
+    this.warmth.title = warm.reason ?? WARMTH_MEANS[warm.state] ?? "";
+  }
+
+  updateStages({ status, progress, warm }) {
+    const warming = ANSWERABLE.has(status) && warm.state === "warming";
+    const { stage = status, done = 0, total = 0, unit } = warming
+      ? { stage: "warming", done: warm.tokens, total: warm.total ?? 0 } : progress ?? {};
     const current = STAGES.indexOf(stage);
-    this.status.textContent = total ? `${status} ${count(done)}/${count(total)} ${unit}` : status;
+    this.status.textContent = total && !warming ? `${status} ${count(done)}/${count(total)} ${unit}` : status;
     this.bars.forEach((bar, index) => {
       bar.value = index === current && total ? done / total : Number(index < current);
     });
@@ -282,12 +294,26 @@ class DocumentRow {
   }
 }
 
+const WARMTH_MEANS = {
+  warm: "The model has read it already: an answer begins at once.",
+  warming: "The model is reading it now, so that an answer can begin at once.",
+  partly: "The model has read a part of it already.",
+  evicted: "The model had read it, but other documents took its place.",
+};
+
+function warmthText({ state, tokens, total, pinned }) {
+  if (state === "warm") return pinned ? "warm, pinned" : "warm";
+  if (state === "warming") return total ? `warming ${Math.floor((100 * tokens) / total)}%` : "warming";
+  return state === "partly" ? `warm to ${Math.floor((100 * tokens) / total)}%` : "";
+}
+
 function updateScope() {
   const names = [...selection].map((id) => rows.get(id).name);
   const ready = [...rows.values()].filter(({ item }) => ANSWERABLE.has(item?.status)).length;
   const everything = ready ? `Asking all ${plural(ready, "ready document")}` : "No document is ready yet";
   byId("scope").textContent = names.length ? `Asking only ${names.join(", ")}` : everything;
   byId("clear-selection").hidden = names.length === 0;
+  readAhead();
 }
 
 function clearSelection() {
@@ -624,6 +650,47 @@ byId("stop").addEventListener("click", () => {
   byId("question").focus();
 });
 byId("clear-selection").addEventListener("click", clearSelection);
+
+// ---- reading ahead
+
+// What is about to be asked about is read first, for as long as the server hears that somebody is about to ask.
+let ahead = { key: "", abort: null };
+
+/** Tell the server what a question would be about, from the first key on; it says how far that has been read. */
+async function readAhead() {
+  const typing = byId("question").value.trim() !== "" || document.activeElement === byId("question");
+  const anything = [...rows.values()].some(({ item }) => ANSWERABLE.has(item?.status));
+  const query = new URLSearchParams(selection.size ? [...selection].map((id) => ["documents", id])
+    : { collection: COLLECTION });
+  const key = typing && engineReady && anything ? query.toString() : "";
+  if (key === ahead.key) return;
+  ahead.abort?.abort();
+  const abort = new AbortController();
+  ahead = { key, abort };
+  showText(byId("ahead"), "");
+  if (!key) return;
+  try {
+    const response = await fetch(`/v1/intent?${query}`, { signal: abort.signal });
+    if (!response.ok) return;
+    for await (const { data } of readEvents(response.body)) {
+      if (abort.signal.aborted) return;
+      showText(byId("ahead"), aheadText(data));
+    }
+  } catch { /* the stream was closed, here or there; the next key opens another one */
+    if (ahead.abort === abort) ahead.key = "";
+  }
+}
+
+function aheadText({ state, tokens, total, eta_s: eta }) {
+  if (state === "warm") return "Read already: the answer begins at once.";
+  if (state !== "warming") return "";
+  const left = eta ? `, ${roughSeconds(eta)} left` : "";
+  return total ? `Reading ahead: ${Math.floor((100 * tokens) / total)}%${left}.` : "Reading ahead…";
+}
+
+byId("question").addEventListener("focus", readAhead);
+byId("question").addEventListener("input", readAhead);
+byId("question").addEventListener("blur", readAhead);
 
 // ---- page panel
 
