@@ -3,67 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
-from serving.config import EngineConfig
-from serving.engine import Message, Prefill, Request, Sampling
+from serving.engine import Message
 from serving.vllm_engine import VllmEngine
+from tests.serving.small_engine import Answered, ask, close, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 EVERYTHING = "alpha:0,late=0,start=0"
 SPARSE = "alpha:0.05,start=128,window=32"
-
-
-@pytest.fixture(scope="module")
-async def engine() -> AsyncIterator[VllmEngine]:
-    # Little room for blocks, so that two long prompts cannot both go on for long.
-    arguments = {"dtype": "float32", "num_gpu_blocks_override": 104}
-    config = EngineConfig(max_model_len=2048, token_budget=256, kv_gib=1, engine_args=arguments)
-    engine = VllmEngine(config)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-@dataclass(frozen=True)
-class Answered:
-    text: str
-    prefill: Prefill
-    first: dict[int, float]
-
-
-async def ask(
-    engine: VllmEngine, prompt: Sequence[int], salt: str | None = None, max_tokens: int = 12, **fields: Any
-) -> Answered:
-    id = uuid.uuid4().hex
-    request = Request(prompt, id, salt or id, Sampling(max_tokens=max_tokens, logprobs=5), **fields)
-    deltas = [delta async for delta in engine.generate(request)]
-    prefill, logprobs = deltas[0].prefill, deltas[0].logprobs
-    assert prefill is not None
-    assert logprobs
-    return Answered("".join(delta.text for delta in deltas), prefill, dict(logprobs[0]))
-
-
-def prompt(engine: VllmEngine, buoys: int, seed: int = 0) -> list[int]:
-    draw = random.Random(seed)
-    text = " ".join(f"Buoy number {n} lies at a depth of {draw.randrange(20, 90)} metres." for n in range(buoys))
-    question = f"{text} The spare key is in locker {draw.randrange(10, 99)}. Where is the spare key?"
-    return engine.render_chat([Message("user", question)])
-
-
-def close(left: Answered, right: Answered, tolerance: float = 1e-3) -> bool:
-    common = left.first.keys() & right.first.keys()
-    return len(common) >= 4 and all(abs(left.first[token] - right.first[token]) < tolerance for token in common)
 
 
 async def test_the_engine_offers_what_a_worker_has_reported(engine: VllmEngine) -> None:
