@@ -135,7 +135,11 @@ class KvFiles:
         folder = self._path(namespace, b"").parent
         try:
             for path in (self._root, folder.parent, folder):
-                path.mkdir(mode=0o700, parents=path == self._root, exist_ok=True)
+                # Whether it is a folder shows when something is written; it may be removed at any time.
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700, parents=path == self._root)
+        except FileNotFoundError:  # the folder above was removed meanwhile
+            return
         except OSError as error:
             self._fail(error)
 
