@@ -37,7 +37,7 @@ from serving.kv.writer import Writer
 _QUEUE_BYTES = 512 * 2**20
 _CLOSE_S = 5.0
 
-log = init_logger(__name__)
+log = init_logger("vllm.foreword.kv")
 
 
 @dataclass

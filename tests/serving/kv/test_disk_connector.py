@@ -286,5 +286,3 @@ async def test_an_abandoned_load_leaves_the_engine_well(engine: VllmEngine, befo
     loaded = await asking[2]
     assert loaded.says(before.warm["long"])
     assert [task.cancelled() for task in asking] == [True, True, False]
-
-
