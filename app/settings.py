@@ -49,6 +49,7 @@ class Settings(BaseSettings):
     kv_gib: int | None = Field(
         None, ge=1, description="KV cache on CPU in GiB; default at most a quarter of free memory"
     )
+    kv_disk_gib: int = Field(4, ge=0, description="prompts kept on disk on CPU, in GiB; 0 keeps none")
     acceleration: bool = Field(True, description="`off` keeps sparse prefill out of the engine")
     warm: bool = Field(True, description="`off` reads documents only when they are asked about")
     max_pending: int = Field(32, ge=1, description="questions in work or waiting before new ones get 429")
@@ -98,6 +99,8 @@ class Settings(BaseSettings):
             max_model_len=self.max_model_len,
             token_budget=self.token_budget,
             kv_gib=self.kv_gib,
+            kv_disk=self.folder / "kv",
+            kv_disk_gib=self.kv_disk_gib,
             max_pending=self.max_pending,
             max_running=self.max_running,
             log_level=self.engine_log_level,

@@ -20,7 +20,7 @@ import structlog
 
 from app.scope import Scope, answer_room, in_order, may_fit, prompt_of, salt_of
 from retrieval.catalogue import READABLE, Catalogue, Document
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, StorageFailed
 from serving.engine import Engine, Request, Sampling
 from serving.errors import EngineDied, EngineUnavailable, ServingError
 from serving.prefix import Prefix
@@ -188,14 +188,31 @@ class Warmer:
             self._notify()
 
     async def forget(self, document: str) -> None:
-        """A document was deleted: nothing that holds it is read early any more."""
-        for scope in [scope for scope in self._entries if document in scope.documents]:
-            entry = self._entries.pop(scope)
-            entry.wanted = entry.pinned = False
-            await self._let_go(entry)
+        """A document is about to be deleted: nothing that holds it is read early any more, or kept on disk.
+
+        Raises:
+            StorageFailed: it cannot be removed from the disk.
+        """
+        known = {Scope(documents) for documents in await asyncio.to_thread(self._catalogue.scopes)}
+        for scope in [scope for scope in known | self._entries.keys() if document in scope.documents]:
+            if (entry := self._entries.pop(scope, None)) is not None:
+                entry.wanted = entry.pinned = False
+                await self._let_go(entry)
+            # Without an engine nothing is read from there, and the next one removes what nobody knows.
+            if self._engine.state.ready:
+                await asyncio.to_thread(self._remove, scope)
         if self._rendered is not None and document in self._rendered[0].documents:
             self._rendered = None
         self._notify()
+
+    def _remove(self, scope: Scope) -> None:
+        try:
+            self._engine.forget(salt_of(scope, "exact", self._engine, self._key))
+        except OSError as error:
+            raise StorageFailed(
+                f"what the engine has read of a document cannot be removed from the disk ({error.strerror}); mend the "
+                "folder 'kv' of the data folder and delete the document again"
+            ) from error
 
     # --- what is known ---
 
@@ -231,6 +248,9 @@ class Warmer:
     # --- the loop ---
 
     async def _work(self) -> None:
+        while not self._engine.state.ready:
+            await self.changes()
+        await self._retain()
         while True:
             if (entry := self._next()) is None:
                 await self.changes()
@@ -250,6 +270,15 @@ class Warmer:
                 # Its text may quote the document.
                 log.error("warming_broke", error=type(error).__name__)
                 self._give_up(entry, f"an internal error ended the reading ({type(error).__name__})")
+
+    async def _retain(self) -> None:
+        """Whatever is kept of documents that were deleted, or of another model, goes."""
+        known = [Scope(documents) for documents in await asyncio.to_thread(self._catalogue.scopes)]
+        salts = {salt_of(scope, "exact", self._engine, self._key) for scope in known}
+        try:
+            await asyncio.to_thread(self._engine.retain, salts)
+        except OSError as error:
+            log.error("kept_prompts_not_removed", error=error.strerror)
 
     def _next(self) -> _Entry | None:
         """The scope to read a step of, if there is any."""

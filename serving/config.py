@@ -16,7 +16,8 @@ class EngineConfig:
 
     `kv_gib` is the size of the KV cache in GiB (CPU) or None for vLLM's share of the card's memory (GPU);
     `token_budget` the most prompt tokens of one engine step; `engine_args` goes to vLLM as it is. `acceleration` makes
-    sparse prefill available to requests that ask for it.
+    sparse prefill available to requests that ask for it. `kv_disk` is the folder for at most `kv_disk_gib` GiB of keys
+    and values of prompts that are to be kept (CPU); None or 0 keeps none.
     """
 
     model: str = PACKAGED
@@ -28,4 +29,6 @@ class EngineConfig:
     max_running: int = 16
     log_level: str = "ERROR"
     acceleration: bool = True
+    kv_disk: Path | None = None
+    kv_disk_gib: int = 0
     engine_args: Mapping[str, Any] = field(default_factory=dict)

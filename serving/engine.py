@@ -6,7 +6,7 @@ which wraps one of them and replaces it when it dies.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -237,6 +237,14 @@ class Engine(Protocol):
 
     def resident(self, prefix: Prefix) -> int:
         """Tokens at the start of a prefix whose keys and values are in the engine's memory now."""
+        ...
+
+    def forget(self, salt: str) -> None:
+        """Remove what slower memory holds of a salt; blocks. What is in memory is overwritten when it is needed."""
+        ...
+
+    def retain(self, salts: Collection[str]) -> None:
+        """Remove what slower memory holds of any other salt than these; blocks."""
         ...
 
     def count_tokens(self, text: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 
 from serving.engine import (
@@ -62,6 +62,8 @@ class ScriptedEngine:
     script: Script = field(default_factory=Script)
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    retained: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         self._state = State("stopped")
@@ -168,6 +170,12 @@ class ScriptedEngine:
 
     def resident(self, prefix: Prefix) -> int:
         return self._cache.tokens(prefix)
+
+    def forget(self, salt: str) -> None:
+        self.forgotten.append(salt)
+
+    def retain(self, salts: Collection[str]) -> None:
+        self.retained = frozenset(salts)
 
     def count_tokens(self, text: str) -> int:
         return len(_TOKEN.findall(text))

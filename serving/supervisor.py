@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -113,6 +113,12 @@ class SupervisedEngine:
 
     def resident(self, prefix: Prefix) -> int:
         return self._engine.resident(prefix)
+
+    def forget(self, salt: str) -> None:
+        self._engine.forget(salt)
+
+    def retain(self, salts: Collection[str]) -> None:
+        self._engine.retain(salts)
 
     def count_tokens(self, text: str) -> int:
         return self._engine.count_tokens(text)

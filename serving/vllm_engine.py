@@ -13,7 +13,7 @@ import json
 import os
 import random
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -51,6 +51,8 @@ from serving.errors import (
     ServingError,
     StartError,
 )
+from serving.kv.files import KvFiles, namespace
+from serving.kv.settings import KEEP, transfer_config
 from serving.model import ModelFolder, check_window, resolve_model
 from serving.prefill_speed import PrefillSpeed
 from serving.prefix import Prefix, prefix_of
@@ -81,12 +83,16 @@ _WARM_UP_TOKENS: dict[PrefillMode, tuple[int, ...]] = {"exact": (64, 512, 2048),
 
 @dataclass(slots=True)
 class _Reading:
-    """A prompt on its way through prefill; `done` counts the tokens believed cached, then those computed."""
+    """A prompt on its way through prefill; `done` counts the tokens believed cached, then those computed.
+
+    `resident` were in memory when it began.
+    """
 
     mode: PrefillMode
     total: int
     done: int
     alone: bool
+    resident: int = 0
     longest_step: float | None = None
 
 
@@ -108,6 +114,7 @@ class VllmEngine:
         self._speed: dict[PrefillMode, PrefillSpeed] = {"exact": PrefillSpeed(), "sparse": PrefillSpeed()}
         self._accel: Client | None = None
         self._environment: list[str] = []
+        self._disk = _disk(config)
         # The most tokens of one prompt in a step that several share.
         self._share: int | None = None
 
@@ -151,7 +158,7 @@ class VllmEngine:
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         llm = self._admit(request)
-        params = _sampling_params(request, {} if self._accel is None else self._accel.extra_args(request))
+        params = _sampling_params(request, self._extra_args(request))
         tokens = 0
         first = True
         async with self._read(request) as reading:
@@ -189,7 +196,7 @@ class VllmEngine:
     async def hold(self, request: Request) -> None:
         llm = self._admit(request)
         one = replace(request, sampling=Sampling(max_tokens=1))
-        params = _sampling_params(one, {} if self._accel is None else self._accel.extra_args(one))
+        params = _sampling_params(one, self._extra_args(one))
 
         async def prompts() -> AsyncGenerator[StreamingInput]:
             from vllm.engine.protocol import StreamingInput
@@ -220,7 +227,7 @@ class VllmEngine:
         return Progress(started=is_next, done=reading.done, total=reading.total)
 
     def plan(self, request: Request) -> Plan:
-        cached = self._cached(request)
+        cached = self._loadable(request)
         computed = len(request.prompt) - cached
         own = self._speed[request.prefill].estimate(computed, cached)
         before = [self._remaining(reading) for reading in self._reading.values()]
@@ -238,6 +245,15 @@ class VllmEngine:
 
     def resident(self, prefix: Prefix) -> int:
         return self._blocks.tokens(prefix)
+
+    def forget(self, salt: str) -> None:
+        if self._disk is not None:
+            self._disk.remove(namespace(salt))
+
+    def retain(self, salts: Collection[str]) -> None:
+        if self._disk is not None:
+            for name in self._disk.namespaces() - set(map(namespace, salts)):
+                self._disk.remove(name)
 
     def count_tokens(self, text: str) -> int:
         return self._chat.count(text)
@@ -358,6 +374,7 @@ class VllmEngine:
             "long_prefill_token_threshold": self._share,
             "max_num_seqs": self._config.max_running + _HOLDS,
             "kv_events_config": self._kv_events(),
+            "kv_transfer_config": self._kv_transfer(),
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "enable_logging_iteration_details": True,
@@ -373,6 +390,14 @@ class VllmEngine:
 
         assert self._events is not None
         return KVEventsConfig(**self._events.settings)
+
+    def _kv_transfer(self) -> Any:
+        if self._disk is None or self._config.kv_disk is None or not _on_cpu():
+            return None
+        from vllm.config import KVTransferConfig
+
+        quota = self._config.kv_disk_gib * 2**30
+        return KVTransferConfig(**transfer_config(self._config.kv_disk, quota, self._fingerprint))
 
     def _step_logger(self) -> Any:
         """A vLLM stat logger that tells this engine how many prompt tokens each step has read."""
@@ -420,7 +445,8 @@ class VllmEngine:
     @contextlib.asynccontextmanager
     async def _read(self, request: Request) -> AsyncIterator[_Reading]:
         alone = not (self._pending or self._background)
-        reading = _Reading(request.prefill, total=len(request.prompt), done=self._cached(request), alone=alone)
+        cached = self._cached(request)
+        reading = _Reading(request.prefill, len(request.prompt), done=cached, alone=alone, resident=cached)
         for other in self._reading.values():
             other.alone = False
         mine = self._background if request.background else self._pending
@@ -436,9 +462,24 @@ class VllmEngine:
             if not self._pending:
                 self._quiet.set()
 
+    def _extra_args(self, request: Request) -> dict[str, Any]:
+        given = {} if self._accel is None else self._accel.extra_args(request)
+        return given | {KEEP: 1} if request.keep else given
+
     def _cached(self, request: Request) -> int:
         """Tokens at the start of the prompt that are in memory; the last one is computed in any case."""
         return self.resident(self.prefix(request.salt, request.prompt[:-1]))
+
+    def _loadable(self, request: Request) -> int:
+        """Tokens at the start of the prompt that are in memory or can be read from disk, as far as can be told.
+
+        A salt has one document set, and what is kept of it is the beginning of its prompts.
+        """
+        cached = self._cached(request)
+        if self._disk is None or request.prefill != "exact":
+            return cached
+        whole = (len(request.prompt) - 1) // self._block
+        return max(cached, min(whole, self._disk.count(namespace(request.salt))) * self._block)
 
     def _advance(self, prompt_tokens: int, seconds: float) -> None:
         """Credit a step's prompt tokens to the prompts being read.
@@ -457,7 +498,9 @@ class VllmEngine:
     def _finish_reading(self, request: Request, reading: _Reading, output: RequestOutput) -> Prefill:
         self._reading.pop(request.id, None)
         cached = output.num_cached_tokens
-        if reading.alone and cached is not None and output.metrics is not None:
+        # What was read from disk says nothing about the speed of reading anew.
+        loaded = cached is not None and cached > reading.resident + self._block
+        if reading.alone and cached is not None and not loaded and output.metrics is not None:
             seconds = output.metrics.first_token_ts - output.metrics.scheduled_ts
             self._speed[reading.mode].observe(reading.total - cached, cached, seconds)
         return read_exactly(request, cached) if self._accel is None else self._accel.prefill(request, cached)
@@ -478,6 +521,13 @@ class VllmEngine:
     def _cause_of_death(self) -> str:
         gone = [str(process.pid) for process in self._processes if not _alive(process)]
         return f"an engine process ended unexpectedly (pid {', '.join(gone) or 'unknown'})"
+
+
+def _disk(config: EngineConfig) -> KvFiles | None:
+    """The files of prompts that are kept, if there are to be any."""
+    if config.kv_disk is None or not config.kv_disk_gib:
+        return None
+    return KvFiles(config.kv_disk, config.kv_disk_gib * 2**30)
 
 
 def _tokens_input(request: Request) -> Any:

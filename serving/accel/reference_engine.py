@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,6 +170,12 @@ class ReferenceEngine:
 
     def resident(self, prefix: Prefix) -> int:  # noqa: ARG002 - what it caches is its own affair
         return 0
+
+    def forget(self, salt: str) -> None:
+        """There is no slower memory."""
+
+    def retain(self, salts: Collection[str]) -> None:
+        """There is no slower memory."""
 
     def count_tokens(self, text: str) -> int:
         return self._chat.count(text)

@@ -294,6 +294,8 @@ async def test_a_deleted_document_is_read_no_further(make: Make, catalogue: Cata
     assert running.warmer.warmth(scopes[1]) == Warmth("cold")
     assert running.warmer.warm_scopes() == {scopes[0]}
     assert catalogue.scopes() == [("a",)]
+    # Whatever slower memory holds of it goes, too, also of the documents that were read together with it.
+    assert set(running.engine.forgotten) == {running.salt(scope) for scope in (scopes[1], Scope(("a", "b")))}
 
 
 async def test_a_document_is_let_go(make: Make, catalogue: Catalogue) -> None:
@@ -330,6 +332,17 @@ async def test_the_next_run_begins_with_what_was_used_last(make: Make, catalogue
     for scope in scopes:
         await second.until(scope, "warm")
     assert second.order[0] == second.salt(scopes[1])
+
+
+async def test_what_nobody_knows_any_more_is_not_kept(make: Make, catalogue: Catalogue) -> None:
+    running = make()
+    scopes = [add(catalogue, name) for name in ("a", "b")]
+    for scope in scopes:
+        catalogue.use_scope(scope.documents)
+    catalogue.delete("b")
+    await start(running)
+    await running.until(scopes[0], "warm")
+    assert running.engine.retained == frozenset({running.salt(scopes[0])})
 
 
 async def test_fifty_documents_all_come_to_an_end(make: Make, catalogue: Catalogue) -> None:

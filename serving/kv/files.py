@@ -1,0 +1,287 @@
+"""KV pages on disk: one file a block, `root/<fingerprint>/<namespace>/<block hash>.kv`.
+
+A fingerprint names what pages mean (model, types, layout), a namespace the salt that they were computed under, so that
+everything of one salt goes by removing one folder. A file is a header and the pages of all layers, as they are in
+memory. It appears whole, by renaming, but is not synced: what a crash has torn is known by its size or its checksum,
+which also covers where the file belongs. Names that are not of this shape are nobody's business here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+Buffer = bytes | bytearray | memoryview
+
+# Magic with the version of the format, bytes of all pages, checksum.
+_HEADER = struct.Struct("<8sQQ")
+_MAGIC = b"FwKV\0\0\0\1"
+_NAME = re.compile(r"[0-9a-f]{32}")
+_BLOCK, _TEMPORARY, _REMOVED = ".kv", ".tmp", ".removed"
+# Over its quota the store gives back a little more than it must, so that it need not look at all files every time.
+_KEPT_SHARE = 0.9
+_RETRY_S = 60.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def digest(text: str) -> str:
+    """A name for a folder: 32 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def namespace(salt: str) -> str:
+    """The name of the folder of a salt."""
+    return digest(salt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A namespace of one fingerprint; `used` is when it was last read or written, in seconds of the epoch."""
+
+    path: Path
+    used: float
+    bytes: int
+
+
+class KvFiles:
+    """The store under one root. Reading and writing never raise: what does not work is said by `state`.
+
+    One thread writes; others may read, and other processes may remove, at the same time.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        quota_bytes: int,
+        fingerprint: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is touched yet.
+
+        Args:
+            quota_bytes: most bytes of files under the root, of all fingerprints.
+            fingerprint: whose blocks are read and written, as `digest` names it; None for one who only looks after the
+                store as a whole.
+        """
+        self._root = root
+        self._quota = quota_bytes
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._state = "ok"
+        self._retry_at = 0.0
+        # Unknown until something is written; then at least what there is.
+        self._bytes: int | None = None
+
+    @property
+    def state(self) -> str:
+        """ "ok", "full" (the disk, or the quota with what may not go), or "unusable: " and why; about writing."""
+        return self._state
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a write is worth trying: a failure is forgotten after a minute."""
+        return self._state == "ok" or self._clock() >= self._retry_at
+
+    def has(self, namespace: str, block_hash: bytes) -> bool:
+        """Whether a block is there, not whether it is whole."""
+        try:
+            return self._path(namespace, block_hash).exists()
+        except OSError:
+            return False
+
+    def read(self, namespace: str, block_hash: bytes, pages: Sequence[Buffer]) -> bool:
+        """Read a block into the pages of all layers, in the order in which they were written.
+
+        Returns:
+            whether it was there and whole; if not, the pages hold anything, and the file is gone.
+        """
+        path = self._path(namespace, block_hash)
+        header = bytearray(_HEADER.size)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            read = os.preadv(file, [header, *pages], 0)
+            whole = read == os.fstat(file).st_size and header == self._header(path, pages)
+            os.utime(path.parent)
+        except OSError:
+            whole = False
+        finally:
+            os.close(file)
+        if not whole:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return whole
+
+    def begin(self, namespace: str) -> None:
+        """Make the folder of a namespace, for the first block of a prompt.
+
+        Later blocks do not bring back a folder that was removed meanwhile: they would be of no use, and the removal
+        would not have removed them.
+        """
+        folder = self._path(namespace, b"").parent
+        try:
+            for path in (self._root, folder.parent, folder):
+                # Whether it is a folder shows when something is written; it may be removed at any time.
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700, parents=path == self._root)
+        except FileNotFoundError:  # the folder above was removed meanwhile
+            return
+        except OSError as error:
+            self._fail(error)
+
+    def write(self, namespace: str, block_hash: bytes, pages: Sequence[Buffer]) -> bool:
+        """Write a block, making room by removing what was used least recently.
+
+        Returns:
+            whether it is there now.
+        """
+        if not self.accepts:
+            return False
+        path = self._path(namespace, block_hash)
+        header = self._header(path, pages)
+        size = len(header) + sum(map(len, pages))
+        try:
+            if not path.parent.exists():
+                return False
+            if not self._make_room(path.parent, size):
+                raise OSError(errno.EDQUOT, "over the quota")
+            _write(path, [header, *pages], size)
+        except FileNotFoundError:  # the namespace was removed meanwhile
+            return False
+        except OSError as error:
+            self._fail(error)
+            return False
+        self._state = "ok"
+        self._bytes = (self._bytes or 0) + size
+        return True
+
+    def remove(self, namespace: str) -> None:
+        """Remove everything of a namespace, whatever its fingerprint.
+
+        Raises:
+            OSError: something could not be removed.
+        """
+        for fingerprint in _folders(self._root):
+            _remove(fingerprint / _checked(namespace))
+
+    def namespaces(self) -> set[str]:
+        """The namespaces that hold something, of all fingerprints."""
+        return {folder.path.name for folder in self._scan()}
+
+    def count(self, namespace: str) -> int:
+        """Blocks of a namespace, whatever its fingerprint."""
+        found = [fingerprint / _checked(namespace) for fingerprint in _folders(self._root)]
+        return max((sum(1 for _ in folder.glob(f"*{_BLOCK}")) for folder in found), default=0)
+
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(folder.bytes for folder in self._scan())
+
+    def clean(self) -> None:
+        """Remove what an interrupted writer or remover has left. For the one who writes, before it begins."""
+        for fingerprint in _folders(self._root):
+            for left in fingerprint.glob(f"*{_REMOVED}"):
+                shutil.rmtree(left, ignore_errors=True)
+            for left in fingerprint.glob(f"*/*{_TEMPORARY}"):
+                left.unlink(missing_ok=True)
+
+    def _path(self, namespace: str, block_hash: bytes) -> Path:
+        assert self._fingerprint is not None, "blocks belong to a fingerprint"
+        return self._root / _checked(self._fingerprint) / _checked(namespace) / f"{block_hash.hex()}{_BLOCK}"
+
+    def _header(self, path: Path, pages: Sequence[Buffer]) -> bytes:
+        checksum = xxhash.xxh3_64("/".join(path.relative_to(self._root).parts).encode())
+        for page in pages:
+            checksum.update(page)
+        return _HEADER.pack(_MAGIC, sum(map(len, pages)), checksum.intdigest())
+
+    def _fail(self, error: OSError) -> None:
+        self._state = "full" if error.errno in _FULL else f"unusable: {error.strerror}"
+        self._retry_at = self._clock() + _RETRY_S
+        # The disk is not as it was believed to be.
+        self._bytes = None
+
+    def _make_room(self, written: Path, size: int) -> bool:
+        if self._bytes is not None and self._bytes + size <= self._quota:
+            return True
+        # Others may have removed something, so look again before anything has to go.
+        folders = list(self._scan())
+        self._bytes = sum(folder.bytes for folder in folders)
+        if self._bytes + size <= self._quota:
+            return True
+        for folder in sorted(folders, key=lambda one: (one.path.parent == written.parent, one.used)):
+            if self._bytes + size <= self._quota * _KEPT_SHARE:
+                break
+            if folder.path != written:
+                with contextlib.suppress(OSError):
+                    _remove(folder.path)
+                    self._bytes -= folder.bytes
+        return self._bytes + size <= self._quota
+
+    def _scan(self) -> Iterator[_Folder]:
+        for fingerprint in _folders(self._root):
+            for path in _folders(fingerprint):
+                # It may be removed at any time.
+                with contextlib.suppress(FileNotFoundError):
+                    used = path.stat().st_mtime
+                    yield _Folder(path, used, sum(_sizes(path)))
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a folder of KV pages; use files.digest")
+    return name
+
+
+def _folders(path: Path) -> list[Path]:
+    """Folders of a folder whose names are digests; none if it is not there."""
+    try:
+        with os.scandir(path) as entries:
+            return [Path(entry) for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _sizes(path: Path) -> Iterator[int]:
+    with os.scandir(path) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.stat(follow_symlinks=False).st_size
+
+
+def _write(path: Path, parts: Sequence[Buffer], size: int) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}{_TEMPORARY}")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            # A disk that is almost full takes a part.
+            if os.writev(file, parts) != size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _remove(path: Path) -> None:
+    # Out of a writer's way first: it would put files into a folder that is being emptied.
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_REMOVED}")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        shutil.rmtree(aside)
