@@ -20,6 +20,7 @@ from app import log
 
 if TYPE_CHECKING:
     from app.settings import Settings
+    from serving.config import EngineConfig
     from eval.quality import Report
 
 _out = Console(soft_wrap=True)
@@ -75,7 +76,7 @@ def speed(
 
     path = out or default_path("speed")
     with _told():
-        config = _settings().engine_config
+        config = _engine_config()
         config = with_shape(config, shape) if shape else config
         if sweep and arms:
             raise BadArms("--sweep makes its own arms; give either --sweep or --arms")
@@ -121,7 +122,7 @@ def quality(
 
     path = out or default_path("quality")
     with _told():
-        config = _settings().engine_config
+        config = _engine_config()
         chosen = parse_arms(arms)
         runs = engine_named(engine, chosen)
         asked = load_suite(suite)
@@ -211,6 +212,11 @@ def _show(report: Report, about: Mapping[str, Any], as_json: bool) -> None:
     _tell(report.skipped)
     _tell(report.failures)
     _tell_hits(report.unwanted_hits)
+
+
+def _engine_config() -> EngineConfig:
+    """The service's engine, but for what it keeps on disk: those files are the service's own."""
+    return replace(_settings().engine_config, kv_disk=None)
 
 
 def _settings() -> Settings:
