@@ -20,8 +20,8 @@ from app import log
 
 if TYPE_CHECKING:
     from app.settings import Settings
-    from serving.config import EngineConfig
     from eval.quality import Report
+    from serving.config import EngineConfig
 
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True)

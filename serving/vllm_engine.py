@@ -77,6 +77,8 @@ _KV_WINDOWS = 16
 _CPU_BACKGROUND_S = 1.0
 _GPU_BACKGROUND_S = 0.15
 _HOLDS = 4
+# Keeping on disk is for one worker.
+_SEVERAL_WORKERS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # Sparse prefill needs longer prompts, for it leaves the beginning of every prompt dense.
 _WARM_UP_TOKENS: dict[PrefillMode, tuple[int, ...]] = {"exact": (64, 512, 2048), "sparse": (64, 512, 2048, 4096)}
 
@@ -392,7 +394,9 @@ class VllmEngine:
         return KVEventsConfig(**self._events.settings)
 
     def _kv_transfer(self) -> Any:
-        if self._disk is None or self._config.kv_disk is None or not _on_cpu():
+        if self._disk is None or self._config.kv_disk is None or not _on_cpu() or not self._folder.keeps_every_token:
+            return None
+        if any(int(self._config.engine_args.get(name) or 1) > 1 for name in _SEVERAL_WORKERS):
             return None
         from vllm.config import KVTransferConfig
 

@@ -332,3 +332,21 @@ SMALL = {
 )
 def test_bytes_of_a_token_in_the_kv_cache(config: dict[str, Any], expected: int | None) -> None:
     assert _folder(**config).kv_bytes_per_token == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "plain"),
+    [
+        pytest.param({"model_type": "llama"}, True, id="plain"),
+        pytest.param({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, True, id="unused"),
+        pytest.param({"model_type": "qwen3", "layer_types": ["full_attention"] * 2}, True, id="all layers full"),
+        pytest.param({"model_type": "mistral", "sliding_window": 4096}, False, id="sliding window"),
+        pytest.param(
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, False, id="mixed"
+        ),
+        pytest.param({"model_type": "mamba"}, False, id="no attention"),
+        pytest.param({}, False, id="not known"),
+    ],
+)
+def test_models_that_keep_every_token(config: dict[str, Any], plain: bool) -> None:
+    assert ModelFolder("x", "x", config).keeps_every_token == plain
