@@ -15,9 +15,10 @@ settings.register_profile("steady", deadline=None, derandomize=True, database=No
 settings.load_profile("steady")
 
 
-@pytest.fixture(scope="session")
+# An engine that stops ends all engine processes below this one, so two of them must not overlap.
+@pytest.fixture(scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
-    """The default model in float32, where the same numbers give the same words, started once."""
+    """The default model in float32, where the same numbers give the same words, started once for a file."""
     # Little room for blocks, so that two long prompts cannot both go on for long.
     arguments = {"dtype": "float32", "num_gpu_blocks_override": 104}
     config = EngineConfig(max_model_len=2048, token_budget=256, kv_gib=1, engine_args=arguments)
