@@ -129,8 +129,9 @@ async def test_background_requests_do_not_count_and_wait_for_questions(engine: V
     assert engine.stats.pending == 0
     await asyncio.wait_for(engine.idle(), LIMIT_S)
     question = asyncio.create_task(ask(engine, tokens, max_tokens=5))
-    while not engine.stats.pending:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(LIMIT_S):
+        while not engine.stats.pending:
+            await asyncio.sleep(0.001)
     await engine.idle()
     assert question.done() or not engine.stats.pending
     await question
