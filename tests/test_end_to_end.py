@@ -99,6 +99,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     environment = os.environ | {
         "FOREWORD_DATA_DIR": str(data),
         "FOREWORD_KV_GIB": "1",
+        # Documents stay cold until a test warms them, so that each prompt is read as the test expects it.
+        "FOREWORD_WARM": "off",
         "FOREWORD_PORT": str(port),
     }
     with log.open("wb") as output:
@@ -187,6 +189,20 @@ def test_a_stream_tells_what_happened_in_true_numbers(served: Served) -> None:
     assert cached > warm_done["usage"]["prompt_tokens"] - 64
     assert warm[0][1]["plan"]["tokens_to_compute"] == warm_done["usage"]["prompt_tokens"] - cached
     assert "larvik" in cold_done["answer"].casefold()
+
+
+def test_a_document_that_was_warmed_answers_its_first_question_at_once(served: Served) -> None:
+    text = "The lightship Plover was built in 1934 in Moss. " + "The lamp is trimmed every evening. " * 150
+    id = served.upload("plover.txt", text.encode())
+    assert served.http.post(f"/v1/documents/{id}/warm").status_code == 202
+    deadline = time.monotonic() + 60
+    while (warm := served.http.get(f"/v1/documents/{id}").json()["warm"])["state"] == "warming":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert (warm["state"], warm["tokens"]) == ("warm", warm["total"])
+    body = served.ask("Where was the lightship Plover built?", documents=[id], max_tokens=20)
+    assert body["prefill"]["path"] == body["context"]["plan"]["path"] == "warm"
+    assert body["prefill"]["cached_tokens"] == warm["total"]
 
 
 def test_acceleration_off_computes_every_token(served: Served, report_id: str, planted: Report) -> None:
