@@ -15,7 +15,7 @@ from typing import Literal
 
 from app.citations import Citation, Evidence, cite
 from app.prompt import Excerpt, Source, build_messages, question_start
-from app.scope import Scope, answer_room, in_order, may_fit, salt_of, whole_sources
+from app.scope import Scope, answer_room, in_order, may_fit, pages_of, salt_of, whole_sources
 from app.services import Services
 from retrieval.catalogue import READABLE, Document, StoredPage
 from retrieval.search import Section, search
@@ -181,7 +181,7 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
     question = (await asyncio.to_thread(services.redact, ask.question)).text
     timings.redact = time.perf_counter() - started
 
-    fits = may_fit(documents, max_tokens, window)
+    fits = may_fit(documents, window, max_tokens)
     if ask.mode == "whole" and not fits:
         await asyncio.to_thread(_require_fit, documents, max_tokens, services)
     whole = ask.mode == "whole" or (ask.mode == "auto" and fits)
@@ -190,7 +190,7 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
     pages: list[StoredPage] = []
     if whole:
         started = time.perf_counter()
-        pages = await asyncio.to_thread(_pages, documents, services)
+        pages = await asyncio.to_thread(pages_of, documents, services.catalogue)
         prompt = await asyncio.to_thread(_render, whole_sources(documents, pages), question, services)
         timings.assemble = time.perf_counter() - started
         if _too_long(prompt, max_tokens, services):
@@ -216,7 +216,7 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         ),
     )
     alone = ask.acceleration == "off"
-    scope = Scope(tuple(document.id for document in documents))
+    scope = Scope.of(documents)
     request, plan = (request, services.engine.plan(request)) if alone else _soonest(request, scope, services)
     names = {document.id: document.name for document in documents}
     context = Context(
@@ -249,7 +249,7 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     prefill = Prefill(len(prepared.request.prompt))
     yield prepared.context
     sending = _Sending(asked=time.perf_counter())
-    warm = services.warmer.warm_scopes() if prepared.alone else frozenset()
+    warm = services.warmer.warm_scopes() if prepared.alone else None
     # Left to itself, an abandoned iterator would be closed, and its request aborted, at some later time.
     async with contextlib.aclosing(_with_progress(prepared, sending, services)) as items:
         async for item in items:
@@ -272,7 +272,9 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     services.metrics.answered(prefill, timings.ttft, timings.total)
     if prepared.context.mode == "whole" and not prepared.alone:
         services.warmer.asked(prepared.scope)
-    evicted = {id for scope in warm - services.warmer.warm_scopes() for id in scope.documents}
+    # Every scope is looked at for this, so nobody else waits for it.
+    lost = frozenset() if warm is None else warm - services.warmer.warm_scopes()
+    evicted = {id for scope in lost for id in scope.documents}
     yield Done(text, finish_reason, usage, timings, prefill, tuple(sorted(evicted)))
 
 
@@ -376,10 +378,6 @@ def _require_fit(documents: Sequence[Document], max_tokens: int, services: Servi
             tokens += services.engine.count_tokens(page.text.strip())
             if tokens + max_tokens > window:
                 raise PromptTooLong(tokens, max_tokens, window, at_least=True)
-
-
-def _pages(documents: Sequence[Document], services: Services) -> list[StoredPage]:
-    return [page for document in documents for page in services.catalogue.pages(document.id)]
 
 
 def _render(sources: Sequence[Source], question: str, services: Services) -> list[int]:

@@ -200,7 +200,7 @@ def document_body(document: Document, services: Services) -> DocumentBody:
         chunks=document.chunks,
         tokens=document.tokens,
         entities=dict(document.entities or {}),
-        warm=WarmBody(**asdict(services.warmer.warmth(Scope((document.id,))))),
+        warm=WarmBody(**asdict(services.warmer.warmth(Scope.of([document])))),
     )
 
 

@@ -27,6 +27,11 @@ class Scope:
 
     documents: tuple[str, ...]
 
+    @classmethod
+    def of(cls, documents: Sequence[Document]) -> Scope:
+        """The scope of documents that are in order."""
+        return cls(tuple(document.id for document in documents))
+
 
 def in_order(documents: Sequence[Document]) -> list[Document]:
     """Oldest first, so that the same documents always make the same prompt."""
@@ -38,9 +43,18 @@ def answer_room(window: int) -> int:
     return min(_ANSWER_TOKENS, int(window * _ANSWER_SHARE))
 
 
-def may_fit(documents: Sequence[Document], room: int, window: int) -> bool:
-    """Whether the pages alone leave room for an answer, by the stored counts, before anything is read or rendered."""
-    return sum(document.tokens or 0 for document in documents) + room < window
+def may_fit(documents: Sequence[Document], window: int, room: int | None = None) -> bool:
+    """Whether the pages alone leave room for an answer, by the stored counts, before anything is read or rendered.
+
+    Args:
+        room: of the answer in tokens, by default `answer_room`.
+    """
+    return sum(document.tokens or 0 for document in documents) + (room or answer_room(window)) < window
+
+
+def pages_of(documents: Sequence[Document], catalogue: Catalogue) -> list[StoredPage]:
+    """All pages of documents, in their order; blocks."""
+    return [page for document in documents for page in catalogue.pages(document.id)]
 
 
 def whole_sources(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Source]:
@@ -54,8 +68,12 @@ def whole_sources(documents: Sequence[Document], pages: Sequence[StoredPage]) ->
 def common_prompt(sources: Sequence[Source], engine: Engine) -> list[int]:
     """The tokens with which the prompt of every question about these sources begins."""
     one, other = (engine.render_chat(build_messages(sources, question)) for question in _QUESTIONS)
-    shared = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:shared]
+    return one[: shared_tokens(one, other)]
+
+
+def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def prompt_of(scope: Scope, catalogue: Catalogue, engine: Engine) -> list[int]:
@@ -65,8 +83,7 @@ def prompt_of(scope: Scope, catalogue: Catalogue, engine: Engine) -> list[int]:
         UnknownDocument: one of its documents was deleted.
     """
     documents = [catalogue.get(id) for id in scope.documents]
-    pages = [page for document in documents for page in catalogue.pages(document.id)]
-    return common_prompt(whole_sources(documents, pages), engine)
+    return common_prompt(whole_sources(documents, pages_of(documents, catalogue)), engine)
 
 
 def salt_of(scope: Scope, how: str, engine: Engine, key: bytes) -> str:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from app.answer import documents_of
 from app.documents import DocumentBody, document_body
-from app.scope import Scope, answer_room, may_fit
+from app.scope import Scope, may_fit
 from app.services import Services
 from app.stream import EventResponse, encode
 from app.warmer import WarmError, Warmth
@@ -26,11 +26,11 @@ _TOO_LONG = "it is longer than the model's window, so passages of it are searche
 async def warm(id: str, request: Request, pin: Annotated[bool, Query()] = False) -> DocumentBody:
     """Read a document before anybody asks about it; with `pin` it then stays, whatever else is read."""
     services: Services = request.app.state.services
-    (document,) = found = await asyncio.to_thread(documents_of, [id], "", services)
-    if not _fits(found, services):
+    found = await asyncio.to_thread(documents_of, [id], "", services)
+    if not may_fit(found, services.engine.limits.window):
         raise WarmError(f"document {id!r} cannot be warmed: {_TOO_LONG}")
-    await services.warmer.warm(Scope((document.id,)), pin=pin)
-    return document_body(document, services)
+    await services.warmer.warm(Scope.of(found), pin=pin)
+    return document_body(found[0], services)
 
 
 @router.delete("/documents/{id}/warm")
@@ -38,7 +38,7 @@ async def release(id: str, request: Request) -> DocumentBody:
     """Stop reading a document early, and release its pin."""
     services: Services = request.app.state.services
     document = await asyncio.to_thread(services.catalogue.get, id)
-    await services.warmer.release(Scope((document.id,)))
+    await services.warmer.release(Scope.of([document]))
     return document_body(document, services)
 
 
@@ -55,10 +55,10 @@ async def intent(
 
 
 async def _warmth(documents: list[Document], services: Services) -> AsyncIterator[bytes]:
-    if not _fits(documents, services):
+    if not may_fit(documents, services.engine.limits.window):
         yield encode("warm", asdict(Warmth("cold", reason=_TOO_LONG)))
         return
-    scope = Scope(tuple(document.id for document in documents))
+    scope = Scope.of(documents)
     last: Warmth | None = None
     with services.warmer.watched(scope):
         while True:
@@ -66,8 +66,3 @@ async def _warmth(documents: list[Document], services: Services) -> AsyncIterato
                 yield encode("warm", asdict(now))
                 last = now
             await services.warmer.changes()
-
-
-def _fits(documents: list[Document], services: Services) -> bool:
-    window = services.engine.limits.window
-    return may_fit(documents, answer_room(window), window)

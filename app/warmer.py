@@ -18,7 +18,8 @@ from typing import Literal
 
 import structlog
 
-from app.scope import Scope, answer_room, in_order, may_fit, prompt_of, salt_of
+from app.scope import Scope, in_order, may_fit, prompt_of, salt_of
+from ingest.changes import Changes
 from retrieval.catalogue import READABLE, Catalogue, Document
 from retrieval.errors import RetrievalError, StorageFailed
 from serving.engine import Engine, Request, Sampling
@@ -67,7 +68,6 @@ class _Entry:
 
     scope: Scope
     used: int
-    salt: str = ""
     total: int | None = None
     prefix: Prefix | None = None
     wanted: bool = False
@@ -104,7 +104,7 @@ class Warmer:
         self._on_read = on_read
         self._entries: dict[Scope, _Entry] = {}
         self._clock = itertools.count(1)
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._rendered: tuple[Scope, list[int]] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -170,7 +170,7 @@ class Warmer:
         # Not to be read again on its own account, until it is used.
         entry.was_warm = False
         await self._let_go(entry)
-        self._notify()
+        self._changes.notify()
 
     @contextlib.contextmanager
     def watched(self, scope: Scope) -> Iterator[None]:
@@ -178,14 +178,14 @@ class Warmer:
         entry = self._entry(scope)
         entry.watched += 1
         entry.wanted, entry.reason = True, None
-        self._notify()
+        self._changes.notify()
         try:
             yield
         finally:
             entry.watched -= 1
             if not entry.watched and not entry.pinned and not self._enabled:
                 entry.wanted = False
-            self._notify()
+            self._changes.notify()
 
     async def forget(self, document: str) -> None:
         """A document is about to be deleted: nothing that holds it is read early any more, or kept on disk.
@@ -203,11 +203,11 @@ class Warmer:
                 await asyncio.to_thread(self._remove, scope)
         if self._rendered is not None and document in self._rendered[0].documents:
             self._rendered = None
-        self._notify()
+        self._changes.notify()
 
     def _remove(self, scope: Scope) -> None:
         try:
-            self._engine.forget(salt_of(scope, "exact", self._engine, self._key))
+            self._engine.forget(self._salt(scope))
         except OSError as error:
             raise StorageFailed(
                 f"what the engine has read of a document cannot be removed from the disk ({error.strerror}); mend the "
@@ -236,14 +236,13 @@ class Warmer:
 
     def warm_scopes(self) -> frozenset[Scope]:
         """The scopes that are wholly in memory."""
-        return frozenset(scope for scope in self._entries if self.warmth(scope).state == "warm")
+        return frozenset(scope for scope, entry in self._entries.items() if self._is_warm(entry))
 
     async def changes(self) -> None:
         """Return when something may have become warmer or colder."""
-        changed = self._changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_POLL_S):
-                await changed.wait()
+                await self._changes.next().wait()
 
     # --- the loop ---
 
@@ -273,12 +272,11 @@ class Warmer:
 
     async def _retain(self) -> None:
         """Whatever is kept of documents that were deleted, or of another model, goes."""
-        known = [Scope(documents) for documents in await asyncio.to_thread(self._catalogue.scopes)]
-        salts = {salt_of(scope, "exact", self._engine, self._key) for scope in known}
         try:
-            await asyncio.to_thread(self._engine.retain, salts)
-        except OSError as error:
-            log.error("kept_prompts_not_removed", error=error.strerror)
+            known = [Scope(documents) for documents in await asyncio.to_thread(self._catalogue.scopes)]
+            await asyncio.to_thread(self._engine.retain, {self._salt(scope) for scope in known})
+        except (OSError, RetrievalError) as error:
+            log.error("kept_prompts_not_removed", error=str(error))
 
     def _next(self) -> _Entry | None:
         """The scope to read a step of, if there is any."""
@@ -304,7 +302,7 @@ class Warmer:
                 continue
             if entry.wanted:
                 entry.wanted, entry.reason = False, "no room: documents that were used later fill the cache"
-                self._notify()
+                self._changes.notify()
             if not self._resident(entry):
                 # Digests of a long prompt are many, and can be made again.
                 entry.prefix = None
@@ -333,7 +331,7 @@ class Warmer:
         if self._is_warm(entry):
             entry.wanted, entry.was_warm, entry.stuck, entry.lost_at = False, True, 0, None
             await asyncio.to_thread(self._catalogue.use_scope, entry.scope.documents)
-        self._notify()
+        self._changes.notify()
 
     async def _until_told(self, prefix: Prefix, tokens: int) -> None:
         deadline = time.monotonic() + _EVENTS_S
@@ -360,8 +358,7 @@ class Warmer:
         if len(prompt) >= self._engine.limits.window:
             raise WarmError(f"it has {len(prompt):,} tokens, and the model's window {self._engine.limits.window:,}")
         if entry.prefix is None:
-            entry.salt = salt_of(entry.scope, "exact", self._engine, self._key)
-            entry.prefix = await asyncio.to_thread(self._engine.prefix, entry.salt, prompt)
+            entry.prefix = await asyncio.to_thread(self._engine.prefix, self._salt(entry.scope), prompt)
             entry.total = entry.prefix.tokens
         return prompt, entry.prefix
 
@@ -369,7 +366,7 @@ class Warmer:
         return Request(
             prompt=prompt,
             id=f"warm-{uuid.uuid4().hex}",
-            salt=entry.salt,
+            salt=self._salt(entry.scope),
             sampling=Sampling(max_tokens=1),
             background=True,
             keep=True,
@@ -386,7 +383,7 @@ class Warmer:
             entry.lost_at = time.monotonic()
             entry.losses += 1
             log.info("scope_evicted", documents=len(entry.scope.documents), tokens=self._resident(entry))
-            self._notify()
+            self._changes.notify()
 
     def _is_due(self, entry: _Entry) -> bool:
         """Whether what was driven out is to be read again."""
@@ -434,9 +431,8 @@ class Warmer:
     # --- small ---
 
     async def _want_if_it_fits(self, documents: Sequence[Document]) -> None:
-        window = self._engine.limits.window
-        if may_fit(documents, answer_room(window), window):
-            scope = Scope(tuple(document.id for document in documents))
+        if may_fit(documents, self._engine.limits.window):
+            scope = Scope.of(documents)
             # Written down at once: this process may have no engine, or end before it has read anything.
             await asyncio.to_thread(self._catalogue.use_scope, scope.documents)
             self._want(scope)
@@ -445,7 +441,7 @@ class Warmer:
         entry = self._entry(scope)
         entry.used = next(self._clock)
         entry.wanted, entry.reason, entry.losses = True, None, 0
-        self._notify()
+        self._changes.notify()
 
     def _entry(self, scope: Scope) -> _Entry:
         entry = self._entries.setdefault(scope, _Entry(scope, next(self._clock)))
@@ -453,6 +449,9 @@ class Warmer:
             spare = [other for other in self._entries.values() if not (other.wanted or other.watched or other.pinned)]
             del self._entries[min(spare or [entry], key=lambda other: other.used).scope]
         return entry
+
+    def _salt(self, scope: Scope) -> str:
+        return salt_of(scope, "exact", self._engine, self._key)
 
     def _resident(self, entry: _Entry) -> int:
         return 0 if entry.prefix is None else self._engine.resident(entry.prefix)
@@ -463,9 +462,4 @@ class Warmer:
     def _give_up(self, entry: _Entry, reason: str) -> None:
         entry.wanted, entry.was_warm, entry.stuck, entry.reason = False, False, 0, reason
         log.warning("scope_not_warmed", documents=len(entry.scope.documents), reason=reason)
-        self._notify()
-
-    def _notify(self) -> None:
-        """Wake everyone who waits for a change, and give the next waiters a fresh event."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.notify()

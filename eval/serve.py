@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from app.prompt import Excerpt, Source, build_messages, question_start
+from app.scope import shared_tokens
 from eval.arms import Arm, Variant
 from eval.errors import BadArms
 from eval.remote import RemoteServer
@@ -122,7 +123,7 @@ class EngineServer:
     async def _read_context(self, messages: Sequence[Message], request: Request) -> None:
         """Read what the prompt has in common with one that has no question yet."""
         context = self._engine.render_chat(without_question(messages))
-        prefix = request.prompt[: _common_prefix(context, request.prompt)]
+        prefix = request.prompt[: shared_tokens(context, request.prompt)]
         await self._engine.prefill(replace(request, prompt=prefix, id=f"{request.id}-warm"))
 
     async def _time(self, request: Request) -> Served:
@@ -202,7 +203,3 @@ def _shortened(source: Source, keep: float) -> Source:
             excerpts.append(Excerpt(excerpt.page, excerpt.text[:left]))
         left -= len(excerpt.text)
     return Source(source.name, tuple(excerpts))
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    return next((n for n, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(left))

@@ -19,6 +19,7 @@ from typing import Literal
 
 import structlog
 
+from ingest.changes import Changes
 from ingest.errors import IngestError, QueueFull
 from ingest.extract import MediaType
 from ingest.pipeline import Pipeline, ingest_document
@@ -89,7 +90,7 @@ class Jobs:
         self._waiting: OrderedDict[str, Upload] = OrderedDict()
         self._stages: dict[str, Stage] = {}
         self._current: tuple[str, asyncio.Task[Status]] | None = None
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._stopping = False
         self._worker: asyncio.Task[None] | None = None
         self._adding = asyncio.Lock()
@@ -130,7 +131,7 @@ class Jobs:
                 raise QueueFull(f"{len(self._waiting)} files wait already; upload again when some are done")
             await asyncio.to_thread(self._catalogue.add, *(document for document, _ in new))
             self._waiting.update((document.id, upload) for document, upload in new)
-        self._notify()
+        self._changes.notify()
         return accepted
 
     def stage(self, id: str) -> Stage | None:
@@ -174,7 +175,7 @@ class Jobs:
         """
         last: tuple[Document, Stage | None] | None = None
         while True:
-            changed = self._changed
+            changed = self._changes.next()
             document = await asyncio.to_thread(self._catalogue.get, id)
             if (document, self.stage(id)) != last:
                 last = (document, self.stage(id))
@@ -186,7 +187,7 @@ class Jobs:
     async def _work(self) -> None:
         while True:
             while not self._waiting:
-                await self._changed.wait()
+                await self._changes.next().wait()
             id, upload = self._waiting.popitem(last=False)
             task = asyncio.create_task(self._ingest(id, upload), name=f"ingest {id}")
             self._current = (id, task)
@@ -257,9 +258,12 @@ class Jobs:
         await asyncio.to_thread(self._catalogue.set_status, id, status, reason)
         if status in READABLE:
             # Before anybody is told that it is ready: what they see then includes what comes of this.
-            with contextlib.suppress(UnknownDocument):
+            try:
                 await self._on_ready(id, not self._waiting)
-        self._notify()
+            # The document is ready whatever comes of it.
+            except RetrievalError as error:
+                log.warning("ready_not_told", document=id, error=type(error).__name__)
+        self._changes.notify()
         if status in READABLE and upload.on_duplicate == "replace":
             await self._delete_older(id, upload)
         seconds = time.monotonic() - started
@@ -283,16 +287,11 @@ class Jobs:
         self._stages[id] = stage
         if previous is None or previous.stage != stage.stage:
             log.info("ingest_stage", document=id, stage=stage.stage)
-        self._notify()
+        self._changes.notify()
 
     async def _end(self, id: str, status: Status, reason: str | None) -> None:
         await asyncio.to_thread(self._catalogue.set_status, id, status, reason)
-        self._notify()
-
-    def _notify(self) -> None:
-        """Wake everyone who waits for a change, and give the next waiters a fresh event."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.notify()
 
 
 def _entry(upload: Upload) -> Document:

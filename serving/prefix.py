@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,20 @@ class Prefix:
 
 def prefix_of(salt: str, prompt: Sequence[int], block: int) -> Prefix:
     """The whole blocks of a prompt under a salt."""
+    return Prefix(block, tuple(blocks_of(salt, prompt, block)))
+
+
+def blocks_of(salt: str, prompt: Sequence[int], block: int) -> Iterator[bytes]:
+    """The digests of `prefix_of`, one by one: of a long prompt that is not cached only the first is ever needed."""
     digest = namespace(salt)
-    digests = []
     for start in range(0, len(prompt) - block + 1, block):
         digest = following(digest, prompt[start : start + block])
-        digests.append(digest)
-    return Prefix(block, tuple(digests))
+        yield digest
+
+
+def leading(digests: Iterable[bytes], held: Container[bytes]) -> int:
+    """How many of the first digests are held without a gap."""
+    return sum(1 for _ in takewhile(held.__contains__, digests))
 
 
 def namespace(salt: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from serving.prefix import Prefix, prefix_of
+from serving.prefix import Prefix, blocks_of, leading
 
 
 class PrefixMemory:
@@ -19,7 +19,7 @@ class PrefixMemory:
     def add(self, salt: str, prompt: Sequence[int]) -> None:
         """Remember a prompt that was read."""
         # The last block is the oldest: like vLLM, which frees from the end, so that a prefix remains.
-        for digest in reversed(prefix_of(salt, prompt, self.block).digests):
+        for digest in reversed(list(blocks_of(salt, prompt, self.block))):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
         while len(self._blocks) > self._capacity:
@@ -31,9 +31,8 @@ class PrefixMemory:
 
     def tokens(self, prefix: Prefix) -> int:
         """Tokens at the start of the prefix that are remembered without a gap."""
-        blocks = next((n for n, digest in enumerate(prefix.digests) if digest not in self._blocks), None)
-        return prefix.tokens if blocks is None else blocks * prefix.block
+        return leading(prefix.digests, self._blocks) * prefix.block
 
     def cached_tokens(self, salt: str, prompt: Sequence[int]) -> int:
         """Tokens at the start of a prompt that need not be computed: whole blocks, never the last token."""
-        return self.tokens(prefix_of(salt, prompt[:-1], self.block))
+        return leading(blocks_of(salt, prompt[:-1], self.block), self._blocks) * self.block

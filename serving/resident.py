@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from serving.prefix import Prefix, following, namespace
+from serving.prefix import Prefix, blocks_of, following, leading, namespace
 
 
 class ResidentBlocks:
@@ -49,5 +49,8 @@ class ResidentBlocks:
 
     def tokens(self, prefix: Prefix) -> int:
         """Tokens at the start of the prefix whose blocks are in memory without a gap."""
-        blocks = next((n for n, digest in enumerate(prefix.digests) if digest not in self._resident), None)
-        return prefix.tokens if blocks is None else blocks * prefix.block
+        return leading(prefix.digests, self._resident) * prefix.block
+
+    def cached_tokens(self, salt: str, prompt: Sequence[int], block: int) -> int:
+        """Tokens at the start of a prompt that need not be computed: whole blocks, never the last token."""
+        return leading(blocks_of(salt, prompt[:-1], block), self._resident) * block

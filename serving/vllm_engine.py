@@ -472,7 +472,7 @@ class VllmEngine:
 
     def _cached(self, request: Request) -> int:
         """Tokens at the start of the prompt that are in memory; the last one is computed in any case."""
-        return self.resident(self.prefix(request.salt, request.prompt[:-1]))
+        return self._blocks.cached_tokens(request.salt, request.prompt, self._block)
 
     def _loadable(self, request: Request) -> int:
         """Tokens at the start of the prompt that are in memory or can be read from disk, as far as can be told.
@@ -480,9 +480,9 @@ class VllmEngine:
         A salt has one document set, and what is kept of it is the beginning of its prompts.
         """
         cached = self._cached(request)
-        if self._disk is None or request.prefill != "exact":
-            return cached
         whole = (len(request.prompt) - 1) // self._block
+        if self._disk is None or request.prefill != "exact" or cached == whole * self._block:
+            return cached
         return max(cached, min(whole, self._disk.count(namespace(request.salt))) * self._block)
 
     def _advance(self, prompt_tokens: int, seconds: float) -> None:

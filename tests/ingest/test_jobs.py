@@ -115,6 +115,19 @@ async def test_ready(pipeline: Pipeline) -> None:
     assert [status for status, seconds in ends if seconds > 0] == ["ready"]
 
 
+async def test_a_document_is_ready_whatever_comes_of_that(pipeline: Pipeline) -> None:
+    async def broken(*_: object) -> None:
+        raise StorageFailed("the disk is gone")
+
+    ends: list[tuple[Status, float]] = []
+    jobs = Jobs(pipeline, on_ready=broken, on_end=lambda *end: ends.append(end))
+    await jobs.start()
+    document = await ingested(jobs, text_upload("The lamp is trimmed every evening."))
+    await jobs.stop()
+    assert document.status == "ready"
+    assert [status for status, _ in ends] == ["ready"]
+
+
 async def test_partial(jobs: Jobs, pipeline: Pipeline, half_broken_pdf: bytes) -> None:
     document = await ingested(jobs, pdf_upload(half_broken_pdf))
     assert (document.status, document.reason) == ("partial", "1 pages could not be read: 2")
