@@ -93,7 +93,8 @@ def _last_prompt(service: Service) -> Sequence[int]:
 
 async def test_each_of_twenty_turns_reads_itself_only(service: Service, boat: str) -> None:
     found = [{"name": "tides", "text": "High water is at noon. " * 10}]
-    conversation, before = NEW, []
+    conversation = NEW
+    before: list[int] = []
     for number in range(1, 21):
         service.engine.enqueue("This is ", f"answer {number}.")
         body = await _say(
@@ -133,7 +134,8 @@ async def test_sections_are_appended_and_never_found_again(
     service: Service, report_id: str, long_report: Report
 ) -> None:
     facts = [long_report.facts[n] for n in (0, 6, 0)]
-    conversation, before, seen = NEW, [], set[int]()
+    conversation = NEW
+    before: list[int] = []
     for number, fact in enumerate(facts, start=1):
         service.engine.enqueue(f"It is {fact.answer}.")
         body = await _say(
@@ -151,7 +153,6 @@ async def test_sections_are_appended_and_never_found_again(
         sections = [s for turn in service.services.conversations.get(conversation).turns for s in turn.sections]
         places = [(s.page, s.start, s.end) for s in sections]
         assert len(set(places)) == len(places)
-        seen |= pages
         before = prompt
     text = service.engine.decode(before)
     ids = [int(part.split('"')[0]) for part in text.split('<document id="')[1:]]
