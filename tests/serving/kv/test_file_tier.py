@@ -32,7 +32,7 @@ class Host:
         )
         spec = SimpleNamespace(config=config, blocks_per_chunk=2, tokens_per_block=(16,))
         self.tier = FileTier(
-            spec, memoryview(self.memory), "FileTier", root=str(root), quota_bytes=quota, fingerprint=fingerprint
+            spec, self.memory.data, "FileTier", root=str(root), quota_bytes=quota, fingerprint=fingerprint
         )
         self._jobs = 0
 
