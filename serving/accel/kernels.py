@@ -28,12 +28,12 @@ _LOG2_E = math.log2(math.e)
 _LARGEST_TILE = 256
 # What a program has before it: tokens whose keys are averaged; groups of queries, spans, and how many times so many
 # spans; estimates, pages, pages that are searched for a threshold.
-_MEANS_TOKENS = 512
+_MEANS_TOKENS = 256
 _ROWS = 128
 _SPANS = 64
 _BLOCKS = 8
 _ESTIMATE_PAGES = 4096
-_TABLE_PAGES = 1024
+_TABLE_PAGES = 512
 _SEARCHED_PAGES = 512
 
 

@@ -124,10 +124,12 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]
     def _store(self, job: TransferJob) -> JobResult:
         name = _namespace(job.req_context)
         written = 0
-        for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
+        place = job.req_context.get_offload_key_position
+        # They come in any order, and a prompt's folder is made for its first chunk.
+        for key, chunk in sorted(zip(job.keys, job.chunk_ids, strict=True), key=lambda pair: place(pair[0]) or 0):
             if name is None:
                 break
-            if job.req_context.get_offload_key_position(key) == self._first:
+            if place(key) == self._first:
                 self._files.begin(name)
             block = get_offload_block_hash(key)
             # A later chunk is of no use without this one.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +24,9 @@ FOLDER, OTHER = "a" * 32, "b" * 32
 class Host:
     """A tier with the memory above it."""
 
-    def __init__(self, root: Path, *, fingerprint: str = "model", quota: int = 2**20) -> None:
+    def __init__(
+        self, root: Path, *, fingerprint: str = "model", quota: int = 2**20, view: memoryview | None = None
+    ) -> None:
         from serving.kv.file_tier import FileTier
 
         self.memory = np.zeros((CHUNKS, SIZE), dtype=np.uint8)
@@ -32,11 +37,12 @@ class Host:
         )
         spec = SimpleNamespace(config=config, blocks_per_chunk=2, tokens_per_block=(16,))
         self.tier = FileTier(
-            spec, self.memory.data, "FileTier", root=str(root), quota_bytes=quota, fingerprint=fingerprint
+            spec, view or self.memory.data, "FileTier", root=str(root), quota_bytes=quota, fingerprint=fingerprint
         )
         self._jobs = 0
 
-    def request(self, folder: str | None = FOLDER) -> Any:
+    @staticmethod
+    def request(folder: str | None = FOLDER) -> Any:
         from vllm.v1.kv_offload.base import ReqContext
 
         context = ReqContext("request", kv_transfer_params=folder and {NAMESPACE: folder})
@@ -83,7 +89,7 @@ def fill(host: Host) -> np.ndarray[Any, Any]:
 def test_chunks_come_back_after_a_restart(tmp_path: Path) -> None:
     host = Host(tmp_path)
     before = fill(host)
-    stored = host.store([0, 1, 2], host.request())
+    stored = host.store([2, 0, 1], host.request())
     assert stored.success
     assert stored.transfer_bytes == 3 * SIZE
     host.tier.shutdown()
@@ -169,3 +175,58 @@ def test_a_transfer_that_breaks_ends_all_the_same(tmp_path: Path, monkeypatch: p
     assert not host.store([0], host.request()).success
     assert time.monotonic() - started < 5
     host.tier.shutdown()
+
+
+def test_under_vllms_own_manager_chunks_go_down_and_come_back(tmp_path: Path) -> None:
+    keys = [key(number) for number in range(3)]
+    context = Host.request()
+    with _managed(tmp_path) as (manager, memory):
+        manager.on_new_request(context)
+        rows = manager.prepare_store(keys, context).store_spec.chunk_ids
+        memory[rows] = np.random.default_rng(2).integers(0, 256, memory[rows].shape, dtype=np.uint8)
+        before = memory[rows].copy()
+        # vLLM tells of them as a set.
+        manager.complete_store(set(keys), context)
+        _until(manager, lambda: not manager.has_pending_work())
+
+    with _managed(tmp_path) as (manager, memory):
+        manager.on_new_request(context)
+        _until(manager, lambda: all(_hit(manager, number, context) for number in range(3)))
+        assert not _hit(manager, 3, context)
+        assert (memory[manager.prepare_load(keys, context).chunk_ids] == before).all()
+
+
+@contextlib.contextmanager
+def _managed(root: Path) -> Iterator[tuple[Any, Any]]:
+    """vLLM's manager with its region of memory and our tier, and the region's rows."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+    from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+    size = 4096
+    region = SharedOffloadRegion(f"test-{uuid.uuid4().hex}", CHUNKS, None, size, size)
+    primary = CPUPrimaryTierOffloadingManager(CHUNKS, region)
+    view = primary.get_kv_memoryview()
+    manager = TieringOffloadingManager(primary, [Host(root, view=view, quota=2**24).tier])
+    rows = np.frombuffer(view, dtype=np.uint8).reshape(CHUNKS, size)
+    try:
+        yield manager, rows
+    finally:
+        del rows
+        manager.shutdown()
+
+
+def _hit(manager: Any, number: int, context: Any) -> bool:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    return bool(manager.lookup(key(number), context) is LookupResult.HIT)
+
+
+def _until(manager: Any, done: Callable[[], bool]) -> None:
+    """Schedule steps until something holds."""
+    from vllm.v1.kv_offload.base import ScheduleEndContext
+
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        time.sleep(0.01)
