@@ -49,7 +49,8 @@ class Settings(BaseSettings):
     kv_gib: int | None = Field(
         None, ge=1, description="KV cache on CPU in GiB; default at most a quarter of free memory"
     )
-    kv_disk_gib: int = Field(4, ge=0, description="prompts kept on disk on CPU, in GiB; 0 keeps none")
+    kv_disk_gib: int = Field(4, ge=0, description="prompts kept on disk, in GiB; 0 keeps none")
+    kv_memory_gib: int | None = Field(None, ge=0, description="prompts kept in the host's memory on GPU, in GiB")
     acceleration: bool = Field(True, description="`off` keeps sparse prefill out of the engine")
     warm: bool = Field(True, description="`off` reads documents only when they are asked about")
     max_pending: int = Field(32, ge=1, description="questions in work or waiting before new ones get 429")
@@ -101,6 +102,7 @@ class Settings(BaseSettings):
             kv_gib=self.kv_gib,
             kv_disk=self.folder / "kv",
             kv_disk_gib=self.kv_disk_gib,
+            kv_memory_gib=self.kv_memory_gib,
             max_pending=self.max_pending,
             max_running=self.max_running,
             log_level=self.engine_log_level,

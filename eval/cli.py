@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from app import log
 if TYPE_CHECKING:
     from app.settings import Settings
     from eval.quality import Report
+    from eval.warming import Warming
     from serving.config import EngineConfig
 
 _out = Console(soft_wrap=True)
@@ -187,6 +189,60 @@ def overhead(
             f"{row.mode:<10}{row.n:>5}{row.prompt_tokens:>8}  {row.overhead_p50_ms:>12.1f}{row.overhead_p95_ms:>9.1f}"
             f"{row.redact_p50_ms:>12.1f}{row.retrieve_p50_ms:>14.1f}"
         )
+
+
+@cli.command()
+def warming(
+    length: Annotated[int, typer.Option(min=500, help="Tokens of the documents.")] = 6000,
+    repeats: Annotated[int, typer.Option(min=1, help="Documents that are read early and in one go.")] = 3,
+    questions: Annotated[int, typer.Option(min=5, help="Questions alone, beside the reading, and for estimates.")] = 40,
+    shape: Annotated[str | None, typer.Option(help="Random weights of a shape, 8b or tiny.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reading documents early: how fast it is, and what questions notice of it."""
+    from eval.identity import identity
+    from eval.results import default_path, results_file
+    from eval.shapes import with_shape
+    from eval.warming import measure_warming, warming_lines
+    from serving.vllm_engine import VllmEngine
+
+    path = out or default_path("warming")
+    with _told():
+        config = _engine_config()
+        config = with_shape(config, shape) if shape else config
+        about = identity(seed=seed, config=config)
+        total = repeats + 3 * questions
+        with results_file(path) as results, _progress(total, "measurements") as step, TemporaryDirectory() as folder:
+            results.add("identity", about)
+
+            async def run() -> Warming:
+                engine = VllmEngine(config)
+                _say("starting the engine, about a minute")
+                await engine.start()
+                try:
+                    return await measure_warming(
+                        engine,
+                        Path(folder),
+                        length=length,
+                        repeats=repeats,
+                        questions=questions,
+                        seed=seed,
+                        results=results,
+                        step=step,
+                    )
+                finally:
+                    await engine.stop()
+
+            measured = asyncio.run(run())
+            results.add("summary", asdict(measured))
+    if as_json:
+        print(json.dumps({**about, **asdict(measured)}, indent=2))
+    else:
+        for name, value in warming_lines(measured):
+            print(f"{name:<48}{value}")
+    _say(f"every measurement is in {path}")
 
 
 @cli.command()

@@ -18,6 +18,8 @@ log = structlog.get_logger(__name__)
 
 # Blocks of other kinds (a sliding window's) say nothing about whether a prefix can be used.
 _KINDS = (None, "full_attention", "mla_attention")
+# Where the engine computes, be it a GPU or not; what lies in a lower tier has to be loaded first.
+_MEMORY = (None, "GPU")
 
 
 class BlockEvents:
@@ -78,6 +80,8 @@ class BlockEvents:
             self._resident.clear()
         self._next = number + 1
         for event in events:
+            if isinstance(event, BlockStored | BlockRemoved) and event.medium not in _MEMORY:
+                continue
             if isinstance(event, BlockStored) and event.kv_cache_spec_kind in _KINDS:
                 salt = next((key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)), "")
                 self._resident.stored(

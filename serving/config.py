@@ -17,7 +17,8 @@ class EngineConfig:
     `kv_gib` is the size of the KV cache in GiB (CPU) or None for vLLM's share of the card's memory (GPU);
     `token_budget` the most prompt tokens of one engine step; `engine_args` goes to vLLM as it is. `acceleration` makes
     sparse prefill available to requests that ask for it. `kv_disk` is the folder for at most `kv_disk_gib` GiB of keys
-    and values of prompts that are to be kept (CPU); None or 0 keeps none.
+    and values of prompts that are to be kept; None or 0 keeps none. `kv_memory_gib` is the host's memory for those
+    that have no room on the card (GPU): without any nothing is kept on disk either.
     """
 
     model: str = PACKAGED
@@ -31,4 +32,5 @@ class EngineConfig:
     acceleration: bool = True
     kv_disk: Path | None = None
     kv_disk_gib: int = 0
+    kv_memory_gib: int | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)

@@ -52,7 +52,7 @@ from serving.errors import (
     StartError,
 )
 from serving.kv.files import KvFiles, namespace
-from serving.kv.settings import KEEP, transfer_config
+from serving.kv.settings import CHUNK_TOKENS, KEEP, tiers_config, transfer_config, transfer_params
 from serving.model import ModelFolder, check_window, resolve_model
 from serving.prefill_speed import PrefillSpeed
 from serving.prefix import Prefix, prefix_of
@@ -72,6 +72,7 @@ _CPU_TOKEN_BUDGET = 512
 _GPU_TOKEN_BUDGET = 16_384
 _CPU_BLOCK_SIZE = 32
 _KV_SHARE_OF_FREE_MEMORY = 0.25
+_TIER_SHARE_OF_FREE_MEMORY = 0.25
 _KV_WINDOWS = 16
 # How long a question may have to wait for a background request that has just begun.
 _CPU_BACKGROUND_S = 1.0
@@ -119,6 +120,8 @@ class VllmEngine:
         self._disk = _disk(config)
         # The most tokens of one prompt in a step that several share.
         self._share: int | None = None
+        # Whether what has no room in the card's memory goes to the host's.
+        self._tiers = False
 
     async def start(self) -> None:
         self._state = State("starting", "the model is loading")
@@ -394,14 +397,19 @@ class VllmEngine:
         return KVEventsConfig(**self._events.settings)
 
     def _kv_transfer(self) -> Any:
-        if self._disk is None or self._config.kv_disk is None or not _on_cpu() or not self._folder.keeps_every_token:
+        folder, fingerprint = self._config.kv_disk, self._fingerprint
+        if folder is None or not self._folder.keeps_every_token:
             return None
         if any(int(self._config.engine_args.get(name) or 1) > 1 for name in _SEVERAL_WORKERS):
             return None
         from vllm.config import KVTransferConfig
 
         quota = self._config.kv_disk_gib * 2**30
-        return KVTransferConfig(**transfer_config(self._config.kv_disk, quota, self._fingerprint))
+        if _on_cpu():
+            return KVTransferConfig(**transfer_config(folder, quota, fingerprint)) if quota else None
+        memory = _host_memory(self._config.kv_memory_gib)
+        self._tiers = memory > 0
+        return KVTransferConfig(**tiers_config(folder, quota, memory, fingerprint)) if self._tiers else None
 
     def _step_logger(self) -> Any:
         """A vLLM stat logger that tells this engine how many prompt tokens each step has read."""
@@ -468,6 +476,8 @@ class VllmEngine:
 
     def _extra_args(self, request: Request) -> dict[str, Any]:
         given = {} if self._accel is None else self._accel.extra_args(request)
+        if self._tiers:
+            given = given | {"kv_transfer_params": transfer_params(namespace(request.salt), keep=request.keep)}
         return given | {KEEP: 1} if request.keep else given
 
     def _cached(self, request: Request) -> int:
@@ -483,7 +493,8 @@ class VllmEngine:
         whole = (len(request.prompt) - 1) // self._block
         if self._disk is None or request.prefill != "exact" or cached == whole * self._block:
             return cached
-        return max(cached, min(whole, self._disk.count(namespace(request.salt))) * self._block)
+        kept = self._disk.count(namespace(request.salt)) * (CHUNK_TOKENS if self._tiers else self._block)
+        return max(cached, min(whole * self._block, kept))
 
     def _advance(self, prompt_tokens: int, seconds: float) -> None:
         """Credit a step's prompt tokens to the prompts being read.
@@ -532,6 +543,18 @@ def _disk(config: EngineConfig) -> KvFiles | None:
     if config.kv_disk is None or not config.kv_disk_gib:
         return None
     return KvFiles(config.kv_disk, config.kv_disk_gib * 2**30)
+
+
+def _host_memory(gib: int | None) -> int:
+    """Bytes of the host's memory for what has no room on the card; by default a share of what is free.
+
+    vLLM takes them from /dev/shm, which is small in containers that were not given more.
+    """
+    if gib is not None:
+        return gib * 2**30
+    shared = psutil.disk_usage("/dev/shm").free  # noqa: S108 - looked at, not written to
+    allowed = min(psutil.virtual_memory().available, shared) * _TIER_SHARE_OF_FREE_MEMORY
+    return int(allowed) // 2**30 * 2**30
 
 
 def _tokens_input(request: Request) -> Any:

@@ -4,7 +4,7 @@
 applies the rule and lists the pages that are kept. They compute what `policy.py` and `page_tables.py` say, with these
 differences: the softmax is put together from blocks of keys (Milakov and Gimelshein 2018, arXiv:1805.02867), so that
 all of them can be computed at once; products take their inputs in the precision of the model; and the rules `mass` and
-`budget` find their threshold by halving the interval of the shares' bit patterns instead of sorting.
+`budget` search for their threshold among the shares' bit patterns instead of sorting.
 
 Virtual sequences are in another order than on the CPU: the last tile comes first, and within a tile head after head.
 Dense tiles read the most and stand at the end of a prompt; begun first, they overlap with everything else.
@@ -23,19 +23,18 @@ from torch import Tensor
 from serving.accel.policy import Selector, Tiling
 
 _RULES = {"alpha": 0, "mass": 1, "budget": 2}
-# The bits of 4.0, more than a share of what is always kept, which counts 2 more than it is.
-_ABOVE_ALL = tl.constexpr(0x40800000)
 _LOG2_E = math.log2(math.e)
 
 _LARGEST_TILE = 256
 # What a program has before it: tokens whose keys are averaged; groups of queries, spans, and how many times so many
-# spans; estimates, pages.
-_MEANS_TOKENS = 512
+# spans; estimates, pages, pages that are searched for a threshold.
+_MEANS_TOKENS = 256
 _ROWS = 128
 _SPANS = 64
 _BLOCKS = 8
 _ESTIMATE_PAGES = 4096
-_TABLE_PAGES = 1024
+_TABLE_PAGES = 512
+_SEARCHED_PAGES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +251,7 @@ def page_tables(
         SOME_ROWS=triton.next_power_of_2(rows),
         SOME_BLOCKS=64,
         SOME_PAGES=max(16, _ESTIMATE_PAGES // triton.next_power_of_2(rows)),
+        SEARCHED=_SEARCHED_PAGES,
         BLOCK=_TABLE_PAGES,
         num_warps=4,
     )
@@ -492,6 +492,7 @@ def _page_tables(
     SOME_ROWS: tl.constexpr,
     SOME_BLOCKS: tl.constexpr,
     SOME_PAGES: tl.constexpr,
+    SEARCHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     PAGES: tl.constexpr = UNIT // PAGE
@@ -549,31 +550,26 @@ def _page_tables(
         if RULE == 0:
             least = value * tl.max(best, axis=0)
         else:
-            # Positive numbers are in the order of their bits. `low` keeps enough or too much, `high` too little or
-            # just enough.
+            # Positive numbers are in the order of their bits. `low` becomes the largest threshold that keeps enough or
+            # too much; sixteen are tried at once, because each look at the shares waits for the memory.
             low = first * 0
-            high = low + _ABOVE_ALL
             most = tl.where(relative != 0, tl.floor(value * visible.to(tl.float32)), value)
-            missing = most
-            while high - low > 1:
-                middle = low + (high - low) // 2
-                number = tl.zeros((BLOCK,), dtype=tl.float32)
-                for at in range(0, visible, BLOCK):
-                    page = at + tl.arange(0, BLOCK)
+            trial = tl.arange(0, 16)
+            for shift in tl.static_range(27, -5, -4):
+                thresholds = low + (trial << max(shift, 0))
+                number = tl.zeros((16, SEARCHED), dtype=tl.float32)
+                for at in range(0, visible, SEARCHED):
+                    page = at + tl.arange(0, SEARCHED)
                     boosted, share = _boosted(row, page, visible, begin, sink, window, UNIT)
-                    above = boosted.to(tl.int32, bitcast=True) >= middle
-                    number += tl.where(above, 1.0 if RULE == 2 else share, 0.0)
-                enough = tl.sum(number, axis=0)
-                if RULE == 2:
-                    little = enough <= most
-                    # Just so many: nothing is left to search.
-                    low = tl.where(enough == most, middle - 1, low)
-                    missing = tl.where(little, most - enough, missing)
-                else:
-                    little = (enough < value) | (value >= 1.0)
-                low = tl.where(little, low, middle)
-                high = tl.where(little, middle, high)
-            threshold = high if RULE == 2 else low
+                    above = boosted.to(tl.int32, bitcast=True)[None, :] >= thresholds[:, None]
+                    number += tl.where(above, 1.0 if RULE == 2 else share[None, :], 0.0)
+                enough = tl.sum(number, axis=1)
+                little = (enough <= most) if RULE == 2 else ((enough < value) | (value >= 1.0))
+                last = tl.sum(tl.where(little | (trial == 0), 0, 1), axis=0)
+                # What is kept above the threshold; in the last round it is always among those that were tried.
+                missing = most - tl.sum(tl.where(trial == last + 1, enough, 0.0), axis=0)
+                low += last << max(shift, 0)
+            threshold = low + 1 if RULE == 2 else low
 
     sequence = (tiles - 1 - tile) * heads + head
     target = tables + sequence.to(tl.int64) * width

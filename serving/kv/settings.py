@@ -7,6 +7,10 @@ from typing import Any
 
 # In `SamplingParams.extra_args`: 1 for a request whose prompt is to be stored.
 KEEP = "foreword_keep"
+# In vLLM's `kv_transfer_params` on a GPU: the folder in which a request's files are.
+NAMESPACE = "foreword_namespace"
+# Tokens that a GPU moves between tiers as a whole: files of some megabytes, and little to compute anew at the end.
+CHUNK_TOKENS = 256
 
 
 def transfer_config(root: Path, quota_bytes: int, fingerprint: str) -> dict[str, Any]:
@@ -29,3 +33,34 @@ def transfer_config(root: Path, quota_bytes: int, fingerprint: str) -> dict[str,
             "fingerprint": fingerprint,
         },
     }
+
+
+def tiers_config(root: Path, quota_bytes: int, memory_bytes: int, fingerprint: str) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` on a GPU: the host's memory, and files below it; the rest as in `transfer_config`.
+
+    Args:
+        memory_bytes: of the host, taken when the engine starts.
+    """
+    files = {
+        "type": "FileTier",
+        "module_path": "serving.kv.file_tier",
+        "root": str(root),
+        "quota_bytes": quota_bytes,
+        "fingerprint": fingerprint,
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": memory_bytes,
+            "block_size": CHUNK_TOKENS,
+            "secondary_tiers": [files] if quota_bytes else [],
+        },
+    }
+
+
+def transfer_params(namespace: str, *, keep: bool) -> dict[str, Any]:
+    """vLLM's `kv_transfer_params` of a request on a GPU: whose prompt is not to be kept moves nothing down."""
+    return {NAMESPACE: namespace} | ({} if keep else {"max_offload_tokens": 0})
