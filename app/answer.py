@@ -9,20 +9,35 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import Literal
 
 from app.citations import Citation, Evidence, cite
-from app.prompt import Excerpt, Source, build_messages, question_start
+from app.conversation import (
+    NEW,
+    Claim,
+    ConversationFixed,
+    ConversationFull,
+    Earlier,
+    earlier_messages,
+    section_sources,
+)
+from app.prompt import Source, build_messages, question_start
 from app.scope import Scope, answer_room, in_order, may_fit, pages_of, salt_of, whole_sources
 from app.services import Services
 from retrieval.catalogue import READABLE, Document, StoredPage
-from retrieval.search import Section, search
-from serving.engine import Delta, Plan, Prefill, Request, Sampling
+from retrieval.conversations import Conversation, ToolResult, Turn
+from retrieval.passage import Section
+from retrieval.search import search
+from serving.engine import Delta, Message, Plan, Prefill, Request, Sampling
 from serving.errors import EngineUnavailable, Overloaded, PromptTooLong
 
 Mode = Literal["auto", "whole", "retrieve"]
+# Sources in, messages out: the rest of a question is settled.
+Draft = Callable[[Sequence[Source]], list[Message]]
 
 # Sparse prefill changes answers a little, so a prompt is read that way only for at least a tenth of the wait.
 _WORTH = 0.9
@@ -52,7 +67,8 @@ class NotReady(AskError):
 class Ask:
     """A question and its scope: `documents` by id, or every ready document of `collection`, as the user typed it.
 
-    `max_tokens` is the longest answer; None means 512, in a small window at most a quarter of it.
+    `max_tokens` is the longest answer; None means 512, in a small window at most a quarter of it. `conversation` is
+    `NEW`, or the id of one to go on with, which has its own scope. `results` are data for this question.
     """
 
     question: str
@@ -61,6 +77,8 @@ class Ask:
     mode: Mode = "auto"
     acceleration: Literal["auto", "off"] = "auto"
     max_tokens: int | None = None
+    conversation: str | None = None
+    results: tuple[ToolResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +99,15 @@ class PassageUsed:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What the model is given, sent before it starts to read."""
+    """What the model is given, sent before it starts to read; in a conversation, `passages` are those of this turn."""
 
     mode: Literal["whole", "retrieve"]
     documents: tuple[DocumentUsed, ...]
     passages: tuple[PassageUsed, ...]
     prompt_tokens: int
     plan: Plan
+    conversation: str | None = None
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +168,11 @@ Event = Context | Reading | Token | Citations | Done
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A question whose prompt is ready to be sent; `alone` is one that waits for its turn."""
+    """A question whose prompt is ready to be sent; `alone` is one that waits for its turn.
+
+    Within a conversation, `conversation` and `turn` are what is stored once there is an answer. Whoever has it calls
+    `release` when the answer has ended or is not wanted any more.
+    """
 
     question: str
     request: Request
@@ -158,6 +182,14 @@ class Prepared:
     received: float
     alone: bool
     timings: Timings = field(default_factory=Timings)
+    claim: Claim | None = None
+    conversation: Conversation | None = None
+    turn: Turn | None = None
+
+    def release(self) -> None:
+        """Let the next question into the conversation, if there is one."""
+        if self.claim is not None:
+            self.claim.release()
 
 
 async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepared:
@@ -168,41 +200,71 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
 
     Raises:
         NoDocuments, NotReady, UnknownDocument, UnusableCollection: the scope cannot be read.
+        UnknownConversation, ConversationFixed: it cannot go on, or not in this way.
+        ConversationBusy: it is answering another question.
+        ConversationFull: it does not fit the window together with this question.
         PromptTooLong: `mode=whole` and the documents do not fit.
         EngineUnavailable, Overloaded: the engine takes no requests now.
     """
     _require_free_engine(services)
+    if ask.conversation is None:
+        return await _prepare(ask, None, services, received)
+    claim = services.claims.take(ask.conversation)
+    try:
+        return await _prepare(ask, claim, services, received)
+    except PromptTooLong as error:
+        claim.release()
+        if ask.conversation == NEW:
+            raise
+        raise ConversationFull(claim.id, error) from error
+    except BaseException:
+        claim.release()
+        raise
+
+
+async def _prepare(ask: Ask, claim: Claim | None, services: Services, received: float) -> Prepared:
     timings = Timings()
     window = services.engine.limits.window
     max_tokens = ask.max_tokens or answer_room(window)
-    documents = await asyncio.to_thread(documents_of, ask.documents, ask.collection, services)
+    past = await asyncio.to_thread(_past, ask, services)
+    ids = ask.documents if past is None else past.documents
+    documents = await asyncio.to_thread(documents_of, ids, ask.collection, services)
 
     started = time.perf_counter()
-    question = (await asyncio.to_thread(services.redact, ask.question)).text
+    question, results = await asyncio.to_thread(_redact, ask, services)
     timings.redact = time.perf_counter() - started
 
-    fits = may_fit(documents, window, max_tokens)
-    if ask.mode == "whole" and not fits:
-        await asyncio.to_thread(_require_fit, documents, max_tokens, services)
-    whole = ask.mode == "whole" or (ask.mode == "auto" and fits)
+    if past is None:
+        fits = may_fit(documents, window, max_tokens)
+        if ask.mode == "whole" and not fits:
+            await asyncio.to_thread(_require_fit, documents, max_tokens, services)
+        whole = ask.mode == "whole" or (ask.mode == "auto" and fits)
+    else:
+        whole = past.mode == "whole"
+    turns = () if past is None else past.turns
+    known = [section for turn in turns for section in turn.sections]
     prompt: list[int] = []
     sections: list[Section] = []
     pages: list[StoredPage] = []
     if whole:
         started = time.perf_counter()
         pages = await asyncio.to_thread(pages_of, documents, services.catalogue)
-        prompt = await asyncio.to_thread(_render, whole_sources(documents, pages), question, services)
+        sources = whole_sources(documents, pages)
+        draft = _draft(earlier_messages(turns, documents, sources), question, results)
+        prompt = await asyncio.to_thread(_render, draft, [] if turns else sources, services)
         timings.assemble = time.perf_counter() - started
         if _too_long(prompt, max_tokens, services):
-            if ask.mode == "whole":
+            if ask.mode == "whole" or past is not None:
                 raise PromptTooLong(len(prompt), max_tokens, window)
             whole = False
     if not whole:
+        draft = _draft(earlier_messages(turns, documents, ()), question, results)
         started = time.perf_counter()
-        sections = await asyncio.to_thread(_retrieve, question, documents, services)
+        room = window if past is None else await asyncio.to_thread(_room, draft, max_tokens, services)
+        sections = await asyncio.to_thread(_retrieve, question, documents, known, room, services)
         timings.retrieve = time.perf_counter() - started
         started = time.perf_counter()
-        sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, question, max_tokens, services)
+        sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, draft, max_tokens, services)
         timings.assemble += time.perf_counter() - started
 
     request = Request(
@@ -217,8 +279,14 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
     )
     alone = ask.acceleration == "off"
     scope = Scope.of(documents)
-    request, plan = (request, services.engine.plan(request)) if alone else _soonest(request, scope, services)
+    exact = past is not None and past.exact
+    if alone:
+        plan = services.engine.plan(request)
+    else:
+        request, plan = _soonest(request, scope, services, settled=exact)
+        exact = request.prefill == "exact"
     names = {document.id: document.name for document in documents}
+    number = None if claim is None else len(turns) + 1
     context = Context(
         mode="whole" if whole else "retrieve",
         documents=tuple(DocumentUsed(d.id, d.name, d.pages) for d in documents),
@@ -227,46 +295,90 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
         ),
         prompt_tokens=len(prompt),
         plan=plan,
+        conversation=None if claim is None else claim.id,
+        turn=number,
     )
     evidence = (
         _whole_evidence(documents, pages)
         if whole
-        else await asyncio.to_thread(_section_evidence, names, sections, services)
+        else await asyncio.to_thread(_section_evidence, names, [*known, *sections], services)
     )
-    return Prepared(question, request, context, tuple(evidence), scope, received, alone, timings)
+    prepared = Prepared(question, request, context, tuple(evidence), scope, received, alone, timings)
+    if claim is None or number is None:
+        return prepared
+    now = datetime.now(UTC)
+    conversation = past or Conversation(claim.id, scope.documents, context.mode, now)
+    return replace(
+        prepared,
+        claim=claim,
+        conversation=replace(conversation, exact=exact),
+        turn=Turn(number, question, "", now, tuple(sections), results),
+    )
+
+
+def _past(ask: Ask, services: Services) -> Conversation | None:
+    """The conversation to go on with, if there is one; blocks."""
+    if ask.conversation is None or ask.conversation == NEW:
+        return None
+    past = services.conversations.get(ask.conversation)
+    if ask.mode not in ("auto", past.mode):
+        raise ConversationFixed(
+            f"conversation {past.id!r} goes on as it began, in mode {past.mode!r}; leave out 'mode', or start a new "
+            "conversation"
+        )
+    return past
+
+
+def _redact(ask: Ask, services: Services) -> tuple[str, tuple[ToolResult, ...]]:
+    results = (ToolResult(*(services.redact(text).text for text in (r.name, r.text))) for r in ask.results)
+    return services.redact(ask.question).text, tuple(results)
 
 
 async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event, None]:
     """Answer a prepared question. Closing the iterator aborts the request in the engine.
 
+    A turn of a conversation is stored once the model has ended its answer, whoever leaves after that, and before that
+    not at all.
+
     Raises:
         ServingError: the engine failed.
+        UnknownConversation: the conversation, or a document that it is about, was deleted meanwhile.
     """
     timings = prepared.timings
     text = ""
     tokens = 0
     finish_reason = None
     prefill = Prefill(len(prepared.request.prompt))
-    yield prepared.context
-    sending = _Sending(asked=time.perf_counter())
-    warm = services.warmer.warm_scopes() if prepared.alone else None
-    # Left to itself, an abandoned iterator would be closed, and its request aborted, at some later time.
-    async with contextlib.aclosing(_with_progress(prepared, sending, services)) as items:
-        async for item in items:
-            if isinstance(item, Reading):
-                yield item
-                continue
-            tokens, finish_reason = item.tokens, item.finish_reason or finish_reason
-            if item.prefill is not None:
-                prefill = item.prefill
-                timings.queue = None if item.queue is None else item.queue + sending.sent - sending.asked
-            if item.text:
-                if timings.ttft is None:
-                    now = time.perf_counter()
-                    timings.engine_ttft, timings.ttft = now - sending.sent, now - prepared.received
+    ending: asyncio.Task[tuple[Citation, ...]] | None = None
+    try:
+        yield prepared.context
+        sending = _Sending(asked=time.perf_counter())
+        warm = services.warmer.warm_scopes() if prepared.alone else None
+        # Left to itself, an abandoned iterator would be closed, and its request aborted, at some later time.
+        async with contextlib.aclosing(_with_progress(prepared, sending, services)) as items:
+            async for item in items:
+                if isinstance(item, Reading):
+                    yield item
+                    continue
+                tokens, finish_reason = item.tokens, item.finish_reason or finish_reason
+                if item.prefill is not None:
+                    prefill = item.prefill
+                    timings.queue = None if item.queue is None else item.queue + sending.sent - sending.asked
                 text += item.text
-                yield Token(item.text)
-    yield Citations(tuple(await asyncio.to_thread(cite, text, prepared.question, prepared.evidence)))
+                if finish_reason is not None and ending is None:
+                    ending = asyncio.create_task(_end(text, prepared, services))
+                if item.text:
+                    if timings.ttft is None:
+                        now = time.perf_counter()
+                        timings.engine_ttft, timings.ttft = now - sending.sent, now - prepared.received
+                    yield Token(item.text)
+        ending = ending or asyncio.create_task(_end(text, prepared, services))
+        yield Citations(await asyncio.shield(ending))
+    finally:
+        if ending is None:
+            prepared.release()
+        else:
+            await asyncio.wait({ending})
     timings.total = time.perf_counter() - prepared.received
     usage = Usage(prefill.prompt_tokens, tokens, prefill.prompt_tokens + tokens)
     services.metrics.answered(prefill, timings.ttft, timings.total)
@@ -276,6 +388,18 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     lost = frozenset() if warm is None else warm - services.warmer.warm_scopes()
     evicted = {id for scope in lost for id in scope.documents}
     yield Done(text, finish_reason, usage, timings, prefill, tuple(sorted(evicted)))
+
+
+async def _end(text: str, prepared: Prepared, services: Services) -> tuple[Citation, ...]:
+    """Cite, and store a turn of a conversation; after that the next question may come."""
+    try:
+        citations = tuple(await asyncio.to_thread(cite, text, prepared.question, prepared.evidence))
+        if prepared.conversation is not None and prepared.turn is not None:
+            turn = replace(prepared.turn, answer=text, citations=[asdict(citation) for citation in citations])
+            await asyncio.to_thread(services.conversations.add, prepared.conversation, turn)
+        return citations
+    finally:
+        prepared.release()
 
 
 @dataclass(slots=True)
@@ -380,15 +504,28 @@ def _require_fit(documents: Sequence[Document], max_tokens: int, services: Servi
                 raise PromptTooLong(tokens, max_tokens, window, at_least=True)
 
 
-def _render(sources: Sequence[Source], question: str, services: Services) -> list[int]:
-    return services.engine.render_chat(build_messages(sources, question))
+def _draft(earlier: Earlier, question: str, results: tuple[ToolResult, ...]) -> Draft:
+    return partial(
+        build_messages, question=question, results=results, earlier=earlier.messages, number=earlier.sources + 1
+    )
+
+
+def _render(draft: Draft, sources: Sequence[Source], services: Services) -> list[int]:
+    return services.engine.render_chat(draft(sources))
+
+
+def _room(draft: Draft, max_tokens: int, services: Services) -> int:
+    """What is left of the window after a conversation with its new question, and the answer to come."""
+    return max(0, services.engine.limits.window - len(_render(draft, (), services)) - max_tokens)
 
 
 def _too_long(prompt: Sequence[int], max_tokens: int, services: Services) -> bool:
     return len(prompt) + max_tokens > services.engine.limits.window
 
 
-def _retrieve(question: str, documents: Sequence[Document], services: Services) -> list[Section]:
+def _retrieve(
+    question: str, documents: Sequence[Document], known: Sequence[Section], room: int, services: Services
+) -> list[Section]:
     return search(
         question,
         [document.id for document in documents],
@@ -396,32 +533,24 @@ def _retrieve(question: str, documents: Sequence[Document], services: Services) 
         vectors=services.vectors,
         catalogue=services.catalogue,
         count_tokens=services.engine.count_tokens,
-        token_budget=int(services.engine.limits.window * services.settings.retrieve_share),
+        token_budget=int(room * services.settings.retrieve_share),
         limit=services.settings.retrieve_limit,
+        known=known,
     )
 
 
 def _fit_sections(
-    sections: list[Section], documents: Sequence[Document], question: str, max_tokens: int, services: Services
+    sections: list[Section], documents: Sequence[Document], draft: Draft, max_tokens: int, services: Services
 ) -> tuple[list[Section], list[int]]:
     """Drop the weakest sections until the prompt fits; with none left, the question itself is too long."""
     while True:
-        prompt = _render(_section_sources(documents, sections), question, services)
+        prompt = _render(draft, section_sources(documents, sections), services)
         if not _too_long(prompt, max_tokens, services):
             return sections, prompt
         if not sections:
             raise PromptTooLong(len(prompt), max_tokens, services.engine.limits.window)
         weakest = min(sections, key=lambda section: section.score)
         sections = [section for section in sections if section is not weakest]
-
-
-def _section_sources(documents: Sequence[Document], sections: Sequence[Section]) -> list[Source]:
-    sources = []
-    for document in documents:
-        excerpts = tuple(Excerpt(s.page, s.text) for s in sections if s.document == document.id)
-        if excerpts:
-            sources.append(Source(document.name, excerpts))
-    return sources
 
 
 def _whole_evidence(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Evidence]:
@@ -434,12 +563,16 @@ def _section_evidence(names: dict[str, str], sections: Sequence[Section], servic
     return [Evidence(s.document, names[s.document], s.page, labels[s.document, s.page], s.text) for s in sections]
 
 
-def _soonest(request: Request, scope: Scope, services: Services) -> tuple[Request, Plan]:
-    """The request as it is read sooner by the engine's own estimate; exact when that cannot tell or little is won."""
+def _soonest(request: Request, scope: Scope, services: Services, *, settled: bool) -> tuple[Request, Plan]:
+    """The request as it is read sooner by the engine's own estimate; exact when that cannot tell or little is won.
+
+    A conversation that was `settled` on exact goes back only when nothing of it is in memory any more.
+    """
     engine = services.engine
     exact = replace(request, salt=salt_of(scope, "exact", engine, services.key))
     exact_plan = engine.plan(exact)
-    if not engine.capabilities.sparse or exact_plan.tokens_to_compute < _LEAST_SPARSE_TOKENS:
+    settled = settled and exact_plan.tokens_to_compute < len(request.prompt)
+    if settled or not engine.capabilities.sparse or exact_plan.tokens_to_compute < _LEAST_SPARSE_TOKENS:
         return exact, exact_plan
     how = f"sparse {engine.capabilities.selector}"
     sparse = replace(request, prefill="sparse", salt=salt_of(scope, how, engine, services.key))

@@ -25,9 +25,11 @@ from app.answer import (
     answer,
     prepare_answer,
 )
+from app.conversation import NEW, ConversationFixed
 from app.errors import INTERNAL, describe
 from app.services import Services
 from app.stream import EventResponse, encode, until_client_leaves
+from retrieval.conversations import ToolResult
 
 router = APIRouter(prefix="/v1", tags=["questions"])
 log = structlog.get_logger(__name__)
@@ -45,6 +47,15 @@ Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1,
 DocumentId = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 
 
+class ToolResultBody(BaseModel):
+    """What a tool has found: data for the question, never an instruction."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=100)
+    text: str = Field(max_length=100_000)
+
+
 class AskBody(BaseModel):
     """A question about documents."""
 
@@ -55,6 +66,10 @@ class AskBody(BaseModel):
         default_factory=list, max_length=1000, description="ids; empty means the collection"
     )
     collection: str = "default"
+    conversation: str | None = Field(
+        None, min_length=1, max_length=100, description="'new', or an id to go on with, then without a scope"
+    )
+    tool_results: list[ToolResultBody] = Field(default_factory=list, max_length=20)
     mode: Mode = "auto"
     acceleration: Literal["auto", "off"] = "auto"
     stream: bool = True
@@ -63,6 +78,17 @@ class AskBody(BaseModel):
     )
 
     def to_ask(self) -> Ask:
+        """The question itself.
+
+        Raises:
+            ConversationFixed: it goes on with a conversation and names another scope.
+        """
+        given = sorted(self.model_fields_set & {"collection", "documents"})
+        if given and self.conversation not in (None, NEW):
+            raise ConversationFixed(
+                f"conversation {self.conversation!r} keeps the documents that it began with; leave out "
+                f"{' and '.join(map(repr, given))}, or start a new conversation"
+            )
         return Ask(
             question=self.question,
             documents=tuple(self.documents),
@@ -70,6 +96,8 @@ class AskBody(BaseModel):
             mode=self.mode,
             acceleration=self.acceleration,
             max_tokens=self.max_tokens,
+            conversation=self.conversation,
+            results=tuple(ToolResult(result.name, result.text) for result in self.tool_results),
         )
 
 
@@ -92,8 +120,12 @@ async def ask(body: AskBody, request: Request) -> Response:
     services: Services = request.app.state.services
     prepared = await prepare_answer(body.to_ask(), services, request.state.received)
     if body.stream:
-        return EventResponse(_events(prepared, services))
-    collected = await until_client_leaves(request.receive, asyncio.create_task(_collect(prepared, services)))
+        return EventResponse(_events(prepared, services), on_end=prepared.release)
+    try:
+        collected = await until_client_leaves(request.receive, asyncio.create_task(_collect(prepared, services)))
+    finally:
+        # A task that is cancelled before it begins cleans up nothing.
+        prepared.release()
     if collected is None:
         services.metrics.cancelled()
         return Response(status_code=_CLIENT_CLOSED)

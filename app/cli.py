@@ -113,21 +113,26 @@ def ingest(
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     document: Annotated[list[str] | None, typer.Option("--document", "-d", help="Id of a document to read.")] = None,
-    collection: Collection = "default",
+    collection: Annotated[str | None, typer.Option("--collection", "-c", help="The collection; 'default'.")] = None,
+    conversation: Annotated[
+        str | None, typer.Option("--conversation", help="'new', or the id of one to go on with, then without a scope.")
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="Read documents whole, or only the best passages.")] = "auto",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens; 512 if it fits.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="No acceleration, nothing read from the cache.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Ask a question about documents."""
-    body = {
+    body: dict[str, Any] = {
         "question": question,
-        "documents": document or [],
-        "collection": collection,
+        "conversation": conversation,
         "mode": mode,
         "acceleration": "off" if exact else "auto",
         "max_tokens": max_tokens,
     }
+    # A conversation that goes on has its scope, so nothing is said that was not typed.
+    body |= {"documents": document} if document else {}
+    body |= {"collection": collection} if collection is not None else {}
 
     async def work(client: Client) -> None:
         if as_json:
@@ -291,9 +296,12 @@ async def _ask(client: Client, body: dict[str, Any]) -> None:
     """Stream one answer to the terminal; everything but the answer goes to standard error."""
     with _bar() as bar:
         task = None
+        said = ""
         async for name, data in client.events("POST", "/v1/ask", json=body):
             if name == "context":
                 plan = data["plan"]
+                if data["conversation"]:
+                    said = f"; conversation {data['conversation']}, turn {data['turn']}"
                 eta = f", about {plan['eta_s']:.0f} s" if plan["eta_s"] else ""
                 text = f"reading {plan['tokens_to_compute']:,} tokens{eta}"
                 task = bar.add_task(text, total=data["prompt_tokens"])
@@ -315,7 +323,7 @@ async def _ask(client: Client, body: dict[str, Any]) -> None:
                 cached = "?" if prefill["cached_tokens"] is None else f"{prefill['cached_tokens']:,}"
                 _say(
                     f"{first}, total {timings['total']:.2f} s; {prefill['prompt_tokens']:,} prompt tokens, "
-                    f"{cached} cached, {prefill['path']}"
+                    f"{cached} cached, {prefill['path']}{said}"
                 )
 
 

@@ -13,10 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.answer import NoDocuments, NotReady
+from app.conversation import ConversationBusy, ConversationFixed, ConversationFull
 from app.services import UnusableCollection
 from app.warmer import WarmError
 from ingest.errors import EmptyFile, EncryptedFile, FileRefused, NoText, QueueFull, UnsupportedType, WorkerCrashed
-from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
+from retrieval.errors import StorageFailed, UnknownConversation, UnknownDocument, UnknownPage
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong, ServingError
 
 log = structlog.get_logger(__name__)
@@ -40,6 +41,7 @@ class BodyTooLarge(Exception):
 _TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (BodyTooLarge, 413, "body_too_large"),
     (UnusableCollection, 422, "invalid_request"),
+    (ConversationFixed, 422, "invalid_request"),
     (UnsupportedType, 415, "unsupported_type"),
     (EmptyFile, 422, "empty_file"),
     (NoText, 422, "no_text"),
@@ -47,9 +49,12 @@ _TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (FileRefused, 422, "damaged"),
     (UnknownDocument, 404, "unknown_document"),
     (UnknownPage, 404, "unknown_page"),
+    (UnknownConversation, 404, "unknown_conversation"),
     (NoDocuments, 404, "no_documents"),
     (NotReady, 409, "not_ready"),
     (WarmError, 409, "not_warmed"),
+    (ConversationBusy, 409, "conversation_busy"),
+    (ConversationFull, 400, "conversation_full"),
     (PromptTooLong, 400, "prompt_too_long"),
     (Overloaded, 429, "overloaded"),
     (QueueFull, 429, "overloaded"),

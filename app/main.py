@@ -7,7 +7,7 @@ from importlib import metadata
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
 
-from app import ask, documents, errors, health, warm
+from app import ask, conversations, documents, errors, health, warm
 from app.limits import Limits
 from app.services import Services
 
@@ -25,6 +25,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(documents.router)
     app.include_router(warm.router)
     app.include_router(ask.router)
+    app.include_router(conversations.router)
     app.include_router(health.router)
     app.mount("/web", StaticFiles(directory=health.WEB), name="web")
     errors.install(app)

@@ -17,6 +17,7 @@ from typing import IO
 import structlog
 from prometheus_client import CollectorRegistry
 
+from app.conversation import Claims
 from app.metrics import Metrics
 from app.settings import Settings
 from app.warmer import Warmer
@@ -25,6 +26,7 @@ from ingest.pipeline import IngestConfig, Pipeline
 from ingest.redact import PLACEHOLDER, Redacted, Redactor, load_key, presidio
 from ingest.workers import Workers
 from retrieval.catalogue import Catalogue
+from retrieval.conversations import Conversations
 from retrieval.embed import Embedder
 from retrieval.errors import StorageFailed
 from retrieval.vectors import Vectors
@@ -80,6 +82,7 @@ class Services:
     metrics: Metrics
     registry: CollectorRegistry
     lock: IO[str]
+    claims: Claims = field(default_factory=Claims)
     _alone: Turns = field(default_factory=Turns)
 
     async def start(self, *, with_engine: bool = True) -> None:
@@ -127,6 +130,11 @@ class Services:
     def pending(self) -> int:
         """Questions that the engine works on, and those that wait for their turn before it."""
         return self.engine.stats.pending + self._alone.waiting
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        """What was asked and answered in conversations."""
+        return Conversations(self.catalogue.database)
 
     @cached_property
     def _redactor(self) -> Redactor:

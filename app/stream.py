@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -21,20 +21,37 @@ def encode(event: str, data: Any) -> bytes:
 
 
 class EventResponse(Response):
-    """Streams encoded events. When the client leaves, the source is closed at once, whatever it is waiting for."""
+    """Streams encoded events. When the client leaves, the source is closed at once, whatever it is waiting for.
+
+    A client that has left before the first event leaves a source that never began, and so never ends: whatever has to
+    happen all the same is `on_end`.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncIterator[bytes], heartbeat_s: float = _HEARTBEAT_S) -> None:
+    def __init__(
+        self,
+        source: AsyncIterator[bytes],
+        heartbeat_s: float = _HEARTBEAT_S,
+        *,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
         self._source = source
         self._heartbeat_s = heartbeat_s
+        self._on_end = on_end
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._until_end(receive, send)
+        finally:
+            self._on_end()
+
+    async def _until_end(self, receive: Receive, send: Send) -> None:
         streaming = asyncio.create_task(self._stream(send))
         leaving = asyncio.create_task(_client_left(receive))
         try:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from sqlalchemy import ForeignKey, Index, Select, String, Text, create_engine, delete, event, func, select, update
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy import ForeignKey, Index, Select, String, Text, delete, func, select, update
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from retrieval.errors import StorageFailed, UnknownDocument, UnknownPage
+from retrieval.conversations import delete_about
+from retrieval.database import Base, Database
+from retrieval.errors import UnknownDocument, UnknownPage
 from retrieval.passage import Chunk
 
 Status = Literal[
@@ -61,11 +62,7 @@ class StoredPage:
     tokens: int
 
 
-class _Base(DeclarativeBase):
-    pass
-
-
-class _DocumentRow(_Base):
+class _DocumentRow(Base):
     __tablename__ = "documents"
     __table_args__ = (Index("documents_by_digest", "collection", "digest"),)
 
@@ -84,7 +81,7 @@ class _DocumentRow(_Base):
     entities: Mapped[str] = mapped_column(default="{}")
 
 
-class _PageRow(_Base):
+class _PageRow(Base):
     __tablename__ = "pages"
 
     document: Mapped[str] = mapped_column(ForeignKey("documents.id", ondelete="CASCADE"), primary_key=True)
@@ -94,7 +91,7 @@ class _PageRow(_Base):
     tokens: Mapped[int]
 
 
-class _ChunkRow(_Base):
+class _ChunkRow(Base):
     """The text of a chunk is a slice of its page, so it is not stored again."""
 
     __tablename__ = "chunks"
@@ -106,7 +103,7 @@ class _ChunkRow(_Base):
     end: Mapped[int]
 
 
-class _ScopeRow(_Base):
+class _ScopeRow(Base):
     """Documents that were read together, as a JSON list of their ids; `used` grows with each use."""
 
     __tablename__ = "scopes"
@@ -124,17 +121,11 @@ class Catalogue:
         Raises:
             StorageFailed: it cannot be opened, or the URL names none.
         """
-        with _translated():
-            # Errors would quote the values of a statement, which are text of documents.
-            self._engine = create_engine(url, hide_parameters=True)
-            if self._engine.dialect.name == "sqlite":
-                event.listen(self._engine, "connect", _set_sqlite_pragmas)
-            self._sessions = sessionmaker(self._engine)
-            _Base.metadata.create_all(self._engine)
+        self.database = Database(url)
 
     def close(self) -> None:
         """Close all connections."""
-        self._engine.dispose()
+        self.database.close()
 
     def add(self, *documents: Document) -> None:
         """Enter new documents, all or none."""
@@ -249,12 +240,13 @@ class Catalogue:
         return [found[key] for key in keys if key in found]
 
     def delete(self, id: str) -> None:
-        """Remove a document with its pages and chunks.
+        """Remove a document with its pages and chunks, and the conversations about it.
 
         Raises:
             UnknownDocument: there is none of this id.
         """
         with self._transaction() as session:
+            delete_about(session, id)
             session.delete(_row(session, id))
             session.execute(delete(_ScopeRow).where(_ScopeRow.documents.contains(json.dumps(id), autoescape=True)))
 
@@ -296,26 +288,8 @@ class Catalogue:
 
     @contextmanager
     def _transaction(self) -> Iterator[Session]:
-        with _translated(), self._sessions.begin() as session:
+        with self.database.transaction() as session:
             yield session
-
-
-def _set_sqlite_pragmas(connection: object, _: object) -> None:
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    # Deleted text is overwritten, readers do not block the writer, and a crash loses nothing committed.
-    for pragma in ("foreign_keys=ON", "secure_delete=ON", "journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    # A URL may name a database whose driver is not installed.
-    except (SQLAlchemyError, ModuleNotFoundError) as error:
-        cause = getattr(error, "orig", None) or error
-        raise StorageFailed(f"the catalogue cannot be read or written: {cause}") from error
 
 
 def _batches(wanted: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Sequence[int]]]:

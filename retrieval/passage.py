@@ -24,3 +24,21 @@ class Hit:
     document: str
     number: int
     score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Neighbouring chunks of one page, joined; `score` is the best of theirs."""
+
+    document: str
+    page: int
+    start: int
+    end: int
+    text: str
+    score: float
+    tokens: int
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether all of a chunk is in it."""
+        same = (self.document, self.page) == (chunk.document, chunk.page)
+        return same and self.start <= chunk.start and chunk.end <= self.end

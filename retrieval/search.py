@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from retrieval.catalogue import Catalogue
 from retrieval.embed import Embedder
-from retrieval.passage import Chunk
+from retrieval.passage import Chunk, Section
 from retrieval.vectors import Vectors
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Neighbouring chunks of one page, joined; `score` is the best of theirs."""
-
-    document: str
-    page: int
-    start: int
-    end: int
-    text: str
-    score: float
-    tokens: int
 
 
 def search(
@@ -34,6 +20,7 @@ def search(
     count_tokens: Callable[[str], int],
     token_budget: int,
     limit: int,
+    known: Sequence[Section] = (),
 ) -> list[Section]:
     """The best sections for a question.
 
@@ -43,6 +30,7 @@ def search(
         count_tokens: the language model's token count.
         token_budget: most tokens of all sections together; at least the best chunk is kept.
         limit: most chunks to consider.
+        known: sections that need not be found again.
 
     Returns:
         Sections ordered by document and place, not by score.
@@ -53,6 +41,8 @@ def search(
     kept: list[tuple[Chunk, float]] = []
     left = token_budget
     for chunk, score in ranked:
+        if any(section.holds(chunk) for section in known):
+            continue
         left -= count_tokens(chunk.text)
         if left < 0 and kept:
             break

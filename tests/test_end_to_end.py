@@ -205,6 +205,21 @@ def test_a_document_that_was_warmed_answers_its_first_question_at_once(served: S
     assert body["prefill"]["cached_tokens"] == warm["total"]
 
 
+def test_each_turn_of_a_conversation_computes_itself_only(served: Served) -> None:
+    text = "The lightship Curlew was built in 1936 in Bergen. " + "The bell is rung every noon. " * 60
+    scope: dict[str, Any] = {"conversation": "new", "documents": [served.upload("curlew.txt", text.encode())]}
+    before = 0
+    for question in ("Where was the lightship Curlew built?", "When was it built?", "What is rung every noon?"):
+        body = served.ask(question, max_tokens=30, **scope)
+        scope = {"conversation": body["context"]["conversation"]}
+        # Whole blocks of 32 tokens of the prompt before and its answer.
+        assert body["prefill"]["cached_tokens"] >= before - 32
+        before = body["usage"]["total_tokens"]
+    assert body["context"]["turn"] == 3
+    assert body["prefill"]["path"] == "warm"
+    assert body["usage"]["prompt_tokens"] - body["prefill"]["cached_tokens"] < 64
+
+
 def test_acceleration_off_computes_every_token(served: Served, report_id: str, planted: Report) -> None:
     question = planted.facts[0].question
     for _ in range(2):

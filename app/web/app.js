@@ -45,8 +45,13 @@ function pageName(page, label) {
 
 // ---- HTTP
 
-/** A problem whose message can be shown to the reader as it is. */
-class Refusal extends Error {}
+/** A problem whose message can be shown to the reader as it is; `type` is the server's name for it, if it has one. */
+class Refusal extends Error {
+  constructor(message, type) {
+    super(message);
+    this.type = type;
+  }
+}
 
 const UNREACHABLE = "The server cannot be reached. Check that Foreword is running, then try again.";
 
@@ -54,16 +59,16 @@ async function request(path, options, unreachable = UNREACHABLE) {
   const response = await fetch(path, options).catch((problem) => {
     throw problem.name === "AbortError" ? problem : new Refusal(unreachable);
   });
-  if (!response.ok) throw new Refusal(await refusalMessage(response));
+  if (!response.ok) throw await refusal(response);
   return response;
 }
 
-async function refusalMessage(response) {
+async function refusal(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message
     ?? `The server answered ${response.status} without an explanation; look in its log, then try again.`;
   const wait = response.headers.get("Retry-After");
-  return wait ? `${message} (Try again in ${wait} s.)` : message;
+  return new Refusal(wait ? `${message} (Try again in ${wait} s.)` : message, body?.error?.type);
 }
 
 const getJson = async (path) => (await request(path)).json();
@@ -123,6 +128,9 @@ async function checkEngine() {
 
 // ---- documents
 
+// What the next question goes on with: its id, documents and their names; or null. Each end of one is counted.
+let conversation = null;
+let ends = 0;
 const rows = new Map();
 const selection = new Set();
 const statusStreams = new Map();
@@ -273,6 +281,7 @@ class DocumentRow {
   }
 
   select() {
+    endConversation();
     if (this.checkbox.checked) selection.add(this.id);
     else selection.delete(this.id);
     updateScope();
@@ -311,8 +320,10 @@ function updateScope() {
   const names = [...selection].map((id) => rows.get(id).name);
   const ready = [...rows.values()].filter(({ item }) => ANSWERABLE.has(item?.status)).length;
   const everything = ready ? `Asking all ${plural(ready, "ready document")}` : "No document is ready yet";
-  byId("scope").textContent = names.length ? `Asking only ${names.join(", ")}` : everything;
-  byId("clear-selection").hidden = names.length === 0;
+  const fresh = names.length ? `Asking only ${names.join(", ")}` : everything;
+  byId("scope").textContent = conversation ? `Going on about ${conversation.names}` : fresh;
+  byId("clear-selection").hidden = names.length === 0 || conversation !== null;
+  byId("new-conversation").hidden = conversation === null;
   readAhead();
 }
 
@@ -456,14 +467,17 @@ class Turn {
       token: () => this.addText(data.text),
       citations: () => this.showCitations(data.citations),
       done: () => this.finish(data),
-      error: () => this.fail(data.message),
+      error: () => this.fail(data.message, data.type),
     };
     handlers[name]?.();
   }
 
-  showContext({ mode, documents, passages, prompt_tokens: promptTokens, plan }) {
-    const what = mode === "whole" ? "Whole text" : plural(passages?.length ?? 0, "passage");
-    this.context.textContent = `${what} of ${documents.map((item) => item.name).join(", ")}`;
+  showContext({ mode, documents, passages, prompt_tokens: promptTokens, plan, conversation: id, turn }) {
+    const names = documents.map((item) => item.name).join(", ");
+    this.conversation = { id, names, documents: documents.map((item) => item.id) };
+    const more = turn > 1 ? "more " : "";
+    const what = mode === "whole" ? "Whole text" : `${more}${plural(passages?.length ?? 0, "passage")}`;
+    this.context.textContent = `${what} of ${names}`;
     this.reading.plan(plan ?? {}, promptTokens);
   }
 
@@ -526,6 +540,7 @@ class Turn {
 
   finish({ answer, finish_reason: reason, usage, timings, prefill }) {
     this.end();
+    this.answered = true;
     if (answer !== this.streamed.data) this.renderAnswer(answer);
     if (reason === "length") showText(this.note, "The answer reached its length limit and stops here.");
     followBottom(() => this.element.append(this.facts(usage ?? {}, timings ?? {}, prefill ?? {})));
@@ -545,8 +560,10 @@ class Turn {
       make("summary", { textContent: line }), make("div", { className: "tables" }, ...tables));
   }
 
-  fail(message) {
+  fail(message, type) {
     this.end();
+    this.gone = type === GONE;
+    if (this.gone) return followBottom(() => showText(this.problem, GONE_TEXT));
     followBottom(() => showText(this.problem, message));
   }
 
@@ -587,6 +604,9 @@ function followBottom(change) {
 
 // ---- asking
 
+const GONE = "unknown_conversation";
+const GONE_TEXT = "The conversation was deleted meanwhile, or a document that it was about. The next question begins a "
+  + "new one.";
 let running = null;
 
 function updateComposer() {
@@ -599,12 +619,6 @@ async function ask() {
   const question = byId("question").value.trim();
   if (!question || !engineReady || running) return;
   const turn = new Turn(question, byId("scope").textContent);
-  const body = {
-    question,
-    mode: byId("mode").value,
-    acceleration: byId("exact").checked ? "off" : "auto",
-    ...(selection.size ? { documents: [...selection] } : { collection: COLLECTION }),
-  };
   byId("question").value = "";
   byId("welcome").hidden = true;
   if (!matchMedia("(min-width: 760px)").matches) byId("documents").open = false;
@@ -612,16 +626,19 @@ async function ask() {
   turn.element.scrollIntoView({ block: "end" });
   running = new AbortController();
   updateComposer();
-  await receiveAnswer(turn, body, running.signal);
+  await receiveAnswer(turn, question, running.signal);
   running = null;
+  // Whoever has chosen other documents meanwhile goes on with those.
+  if (turn.answered && turn.ends === ends) conversation = turn.conversation;
+  if (turn.gone && turn.ends === ends) endConversation();
+  updateScope();
   updateComposer();
   checkEngine(); // after a failure the engine may be restarting
 }
 
-async function receiveAnswer(turn, body, signal) {
+async function receiveAnswer(turn, question, signal) {
   try {
-    const headers = { "Content-Type": "application/json", Accept: "text/event-stream" };
-    const response = await request("/v1/ask", { method: "POST", headers, body: JSON.stringify(body), signal });
+    const response = await send(turn, question, signal);
     for await (const event of readEvents(response.body)) {
       turn.handle(event);
       if (turn.ended) return;
@@ -635,6 +652,43 @@ async function receiveAnswer(turn, body, signal) {
   }
 }
 
+/** Ask; a question that goes on with a conversation that is gone begins a new one. */
+async function send(turn, question, signal) {
+  turn.ends = ends;
+  const scope = selection.size ? { documents: [...selection] } : { collection: COLLECTION };
+  const body = {
+    question,
+    acceleration: byId("exact").checked ? "off" : "auto",
+    ...(conversation ? { conversation: conversation.id } : { conversation: "new", mode: byId("mode").value, ...scope }),
+  };
+  const headers = { "Content-Type": "application/json", Accept: "text/event-stream" };
+  try {
+    return await request("/v1/ask", { method: "POST", headers, body: JSON.stringify(body), signal });
+  } catch (problem) {
+    if (problem.type !== GONE || body.conversation === "new") throw problem;
+    endConversation(turn.element);
+    showText(turn.note, "The conversation before this was deleted, so this question begins a new one.");
+    return send(turn, question, signal);
+  }
+}
+
+// ---- conversations
+
+/** Earlier turns stay to be read, but the next question, or one that is shown already, knows nothing of them. */
+function endConversation(next = null) {
+  ends += 1;
+  if (!conversation) return;
+  conversation = null;
+  byId("thread").insertBefore(make("p", { className: "divider quiet", textContent: "New conversation" }), next);
+  updateScope();
+}
+
+byId("new-conversation").addEventListener("click", () => {
+  endConversation();
+  byId("question").focus();
+});
+// A conversation keeps the mode that it began with.
+byId("mode").addEventListener("change", () => endConversation());
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
@@ -660,8 +714,8 @@ let ahead = { key: "", abort: null };
 async function readAhead() {
   const typing = byId("question").value.trim() !== "" || document.activeElement === byId("question");
   const anything = [...rows.values()].some(({ item }) => ANSWERABLE.has(item?.status));
-  const query = new URLSearchParams(selection.size ? [...selection].map((id) => ["documents", id])
-    : { collection: COLLECTION });
+  const ids = conversation?.documents ?? [...selection];
+  const query = new URLSearchParams(ids.length ? ids.map((id) => ["documents", id]) : { collection: COLLECTION });
   const key = typing && engineReady && anything ? query.toString() : "";
   if (key === ahead.key) return;
   ahead.abort?.abort();

@@ -184,6 +184,20 @@ async def test_commands_talk_to_the_running_service(service: Service, tmp_path: 
     assert "mast.md, page 1" in asked.stderr
     assert re.search(r"first text after \d+\.\d\d s", asked.stderr)
 
+    begun = await asyncio.to_thread(
+        _foreword, "ask", "And the sail?", "-c", "[/cli]", "--conversation", "new", FOREWORD_PORT=port
+    )
+    [conversation] = re.findall(r"conversation (conv-[0-9a-f]{32}), turn 1$", begun.stderr, re.MULTILINE)
+    continued = await asyncio.to_thread(
+        _foreword, "ask", "Since when?", "--conversation", conversation, "--json", FOREWORD_PORT=port
+    )
+    assert json.loads(continued.stdout)["context"]["turn"] == 2
+    elsewhere = await asyncio.to_thread(
+        _foreword, "ask", "Since when?", "-c", "a", "--conversation", conversation, FOREWORD_PORT=port
+    )
+    assert elsewhere.returncode == 1
+    assert "leave out 'collection'" in elsewhere.stderr
+
     # Brackets are no marks of ours, and blanks around a name mean nothing.
     listed = await asyncio.to_thread(_foreword, "list", "--collection", " [/cli] ", FOREWORD_PORT=port)
     assert document["id"] in listed.stdout

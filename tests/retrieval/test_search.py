@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from retrieval.catalogue import Catalogue, Document, StoredPage
 from retrieval.embed import Embedder
-from retrieval.passage import Chunk
-from retrieval.search import Section, join, search
+from retrieval.passage import Chunk, Section
+from retrieval.search import join, search
 from retrieval.vectors import Vectors
 
 Search = Callable[..., list[Section]]
