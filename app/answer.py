@@ -15,8 +15,20 @@ from typing import Literal
 
 from app.citations import Citation, Evidence, cite
 from app.prompt import Excerpt, Source, build_messages, question_start
-from app.scope import Scope, answer_room, in_order, may_fit, pages_of, salt_of, whole_sources
+from app.scope import (
+    Scope,
+    answer_room,
+    aside_room,
+    in_order,
+    may_fit,
+    pages_of,
+    salt_of,
+    volume_source,
+    volumes_of,
+    whole_sources,
+)
 from app.services import Services
+from app.volumes import Volume, best_within, choose, top_hits
 from retrieval.catalogue import READABLE, Document, StoredPage
 from retrieval.search import Section, search
 from serving.engine import Delta, Plan, Prefill, Request, Sampling
@@ -80,14 +92,26 @@ class PassageUsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What the model is given, sent before it starts to read."""
+class VolumeUsed:
+    """Volume `number` (from 1) of `of` of a document."""
 
-    mode: Literal["whole", "retrieve"]
+    document: str
+    number: int
+    of: int
+    first_page: int
+    last_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the model is given, sent before it starts to read; `volume` when `mode` says so, with passages after it."""
+
+    mode: Literal["whole", "volume", "retrieve"]
     documents: tuple[DocumentUsed, ...]
     passages: tuple[PassageUsed, ...]
     prompt_tokens: int
     plan: Plan
+    volume: VolumeUsed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +172,16 @@ Event = Context | Reading | Token | Citations | Done
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A question whose prompt is ready to be sent; `alone` is one that waits for its turn."""
+    """A question whose prompt is ready to be sent; `alone` is one that waits for its turn.
+
+    `scope` is what another question like it would be about, if that can be read early.
+    """
 
     question: str
     request: Request
     context: Context
     evidence: tuple[Evidence, ...]
-    scope: Scope
+    scope: Scope | None
     received: float
     alone: bool
     timings: Timings = field(default_factory=Timings)
@@ -218,22 +245,40 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
     alone = ask.acceleration == "off"
     scope = Scope.of(documents)
     request, plan = (request, services.engine.plan(request)) if alone else _soonest(request, scope, services)
+    opened = None
+    if ask.mode == "auto" and not (whole or alone):
+        started = time.perf_counter()
+        opened = await asyncio.to_thread(_open_volume, sections, documents, question, services)
+        timings.assemble += time.perf_counter() - started
+    taken = None
+    if opened is not None and not _too_long(opened.prompt, max_tokens, services):
+        of_volume = replace(
+            request,
+            prompt=opened.prompt,
+            salt=salt_of(opened.scope, "exact", services.engine, services.key),
+            prefill="exact",
+            dense_from=None,
+        )
+        if _is_sooner(volume_plan := services.engine.plan(of_volume), plan):
+            taken, request, plan = opened, of_volume, volume_plan
+            sections, pages = opened.passages, opened.pages
     names = {document.id: document.name for document in documents}
     context = Context(
-        mode="whole" if whole else "retrieve",
+        mode="whole" if whole else "retrieve" if taken is None else "volume",
         documents=tuple(DocumentUsed(d.id, d.name, d.pages) for d in documents),
         passages=tuple(
             PassageUsed(s.document, names[s.document], s.page, round(s.score, 4), s.tokens) for s in sections
         ),
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(request.prompt),
         plan=plan,
+        volume=None if taken is None else taken.used,
     )
-    evidence = (
-        _whole_evidence(documents, pages)
-        if whole
-        else await asyncio.to_thread(_section_evidence, names, sections, services)
-    )
-    return Prepared(question, request, context, tuple(evidence), scope, received, alone, timings)
+    evidence = [
+        *_whole_evidence(documents, pages),
+        *await asyncio.to_thread(_section_evidence, names, sections, services),
+    ]
+    early = scope if whole else None if opened is None else opened.scope
+    return Prepared(question, request, context, tuple(evidence), early, received, alone, timings)
 
 
 async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event, None]:
@@ -270,7 +315,7 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     timings.total = time.perf_counter() - prepared.received
     usage = Usage(prefill.prompt_tokens, tokens, prefill.prompt_tokens + tokens)
     services.metrics.answered(prefill, timings.ttft, timings.total)
-    if prepared.context.mode == "whole" and not prepared.alone:
+    if prepared.scope is not None and not prepared.alone:
         services.warmer.asked(prepared.scope)
     # Every scope is looked at for this, so nobody else waits for it.
     lost = frozenset() if warm is None else warm - services.warmer.warm_scopes()
@@ -422,6 +467,52 @@ def _section_sources(documents: Sequence[Document], sections: Sequence[Section])
         if excerpts:
             sources.append(Source(document.name, excerpts))
     return sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The volume that a question is about, and the prompt that reads it with passages before the question."""
+
+    document: Document
+    volume: Volume
+    pages: list[StoredPage]
+    passages: list[Section]
+    prompt: list[int]
+
+    @property
+    def scope(self) -> Scope:
+        return Scope((self.document.id,), self.volume.number)
+
+    @property
+    def used(self) -> VolumeUsed:
+        volume = self.volume
+        return VolumeUsed(self.document.id, volume.number, volume.of, volume.first_page, volume.last_page)
+
+
+def _open_volume(
+    sections: Sequence[Section], documents: Sequence[Document], question: str, services: Services
+) -> _Opened | None:
+    """The volume in which the best sections lie, if the best one is of a long document and they are not spread wide."""
+    engine = services.engine
+    hits = top_hits(sections)
+    document = next((document for document in documents if hits and document.id == hits[0].document), None)
+    if document is None or may_fit([document], engine.limits.window):
+        return None
+    pages = services.catalogue.pages(document.id)
+    volume = choose(hits, document.id, volumes_of(document, pages, engine))
+    if volume is None:
+        return None
+    # The best ones of the volume itself are given once more: right before the question they are found more surely.
+    passages = best_within(sections, aside_room(engine.limits.window))
+    sources = [volume_source(document, volume, pages, engine), *_section_sources(documents, passages)]
+    return _Opened(document, volume, volume.pages(pages), passages, _render(sources, question, services))
+
+
+def _is_sooner(volume: Plan, sections: Plan) -> bool:
+    """Whether a volume is read no later than sections: by the engine's estimates, else by what is left to compute."""
+    if volume.eta_s is None or sections.eta_s is None:
+        return volume.tokens_to_compute <= sections.tokens_to_compute
+    return volume.eta_s <= sections.eta_s
 
 
 def _whole_evidence(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Evidence]:

@@ -125,10 +125,10 @@ async def test_intent_about_nothing_is_refused(service: Service) -> None:
 async def test_a_deleted_document_leaves_no_trace_in_the_warm_set(eager: Service) -> None:
     id = await eager.upload("gone.txt", TEXT, collection="gone")
     await _until(eager, id, "warm")
-    assert (id,) in eager.services.catalogue.scopes()
+    assert ((id,), None) in eager.services.catalogue.scopes()
     assert (await eager.http.delete(f"/v1/documents/{id}")).status_code == 204
     assert not [scope for scope in eager.services.warmer._entries if id in scope.documents]
-    assert (id,) not in eager.services.catalogue.scopes()
+    assert ((id,), None) not in eager.services.catalogue.scopes()
 
 
 async def test_a_question_without_acceleration_says_what_it_evicted(eager: Service) -> None:
