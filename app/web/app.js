@@ -461,8 +461,10 @@ class Turn {
     handlers[name]?.();
   }
 
-  showContext({ mode, documents, passages, prompt_tokens: promptTokens, plan }) {
-    const what = mode === "whole" ? "Whole text" : plural(passages?.length ?? 0, "passage");
+  showContext({ mode, volume, documents, passages, prompt_tokens: promptTokens, plan }) {
+    const searched = plural(passages?.length ?? 0, "passage");
+    const what = mode === "whole" ? "Whole text"
+      : volume ? `Pages ${volume.first_page} to ${volume.last_page} and ${searched}` : searched;
     this.context.textContent = `${what} of ${documents.map((item) => item.name).join(", ")}`;
     this.reading.plan(plan ?? {}, promptTokens);
   }
