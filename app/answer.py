@@ -502,8 +502,8 @@ def _open_volume(
     volume = choose(hits, document.id, volumes_of(document, pages, engine))
     if volume is None:
         return None
-    # The best ones of the volume itself are given once more: right before the question they are found more surely.
-    passages = best_within(sections, aside_room(engine.limits.window))
+    # Those of the volume itself are given once more: right before the question they are found more surely.
+    passages = best_within([section for section in sections if section in hits], aside_room(engine.limits.window))
     sources = [volume_source(document, volume, pages, engine), *_section_sources(documents, passages)]
     return _Opened(document, volume, volume.pages(pages), passages, _render(sources, question, services))
 

@@ -123,7 +123,7 @@ def test_a_page_longer_than_a_volume_is_cut_at_paragraphs() -> None:
         ("第三章总则", 1),
         ("第2节", 2),
         ("第十二节 安全要求", 2),
-        ("第一部分：概述", None),
+        ("第一部分：概述", 1),
         ("一、项目概况", 2),
         ("十二、附则", 2),
         # What is none.
@@ -436,7 +436,7 @@ async def test_volumes_that_are_driven_out_are_told(catalogue: Catalogue) -> Non
 
 async def test_a_document_with_few_volumes_can_be_pinned(catalogue: Catalogue) -> None:
     async with Running(catalogue) as running:
-        scopes = add(catalogue, "d", running.engine, pages=20)
+        scopes = add(catalogue, "d", running.engine, pages=14)
         assert len(scopes) == running.engine.limits.holds == 2
         await running.warmer.warm(*scopes, pin=True)
         async with asyncio.timeout(LIMIT_S):
@@ -488,7 +488,8 @@ async def test_a_question_about_one_place_is_answered_from_its_warm_volume(
     service: Service, report_id: str, long_report: Report
 ) -> None:
     fact = long_report.facts[6]
-    cold = (await service.ask(fact.question, documents=[report_id])).json()["context"]
+    # Another question: what was read for the same one is in the cache, and then nothing is sooner.
+    cold = (await service.ask(long_report.facts[8].question, documents=[report_id])).json()["context"]
     assert (cold["mode"], cold["volume"]) == ("retrieve", None)
     assert (await service.http.post(f"/v1/documents/{report_id}/warm")).status_code == 202
     warm = await _warm(service, report_id)
@@ -505,7 +506,7 @@ async def test_a_question_about_one_place_is_answered_from_its_warm_volume(
         "first_page": volume.first_page,
         "last_page": volume.last_page,
     }
-    assert fact.page in {passage["page"] for passage in context["passages"]}
+    assert [passage["page"] for passage in context["passages"]] == [fact.page]
     assert body["prefill"]["path"] == context["plan"]["path"] == "warm"
     assert context["plan"]["tokens_to_compute"] < 400
     assert context["prompt_tokens"] == body["usage"]["prompt_tokens"] > warm["total"] / len(volumes) / 2
@@ -554,11 +555,13 @@ async def test_a_volume_that_is_longer_to_read_than_the_passages_is_read_for_the
         *scopes_of([eager.services.catalogue.get(id)], eager.services.catalogue, eager.engine)
     )
     eager.engine._cache.clear()
-    fact = long_report.facts[0]
-    assert (await eager.ask(fact.question, documents=[id])).json()["context"]["mode"] == "retrieve"
+    question = long_report.facts[0].question
+    assert (await eager.ask(question, documents=[id])).json()["context"]["mode"] == "retrieve"
     async with asyncio.timeout(LIMIT_S):
-        while (await eager.ask(fact.question, documents=[id])).json()["context"]["mode"] != "volume":
+        while Scope((id,), 1) not in eager.services.warmer.warm_scopes():
             await asyncio.sleep(0.02)
+    context = (await eager.ask(f"{question} In which room?", documents=[id])).json()["context"]
+    assert (context["mode"], context["volume"]["number"]) == ("volume", 1)
 
 
 async def test_a_question_too_long_for_a_volume_gets_passages(service: Service, report_id: str) -> None:
