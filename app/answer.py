@@ -26,10 +26,22 @@ from app.conversation import (
     section_sources,
 )
 from app.prompt import Source, build_messages, question_start
-from app.scope import Scope, answer_room, in_order, may_fit, pages_of, salt_of, whole_sources
+from app.scope import (
+    Scope,
+    answer_room,
+    aside_room,
+    in_order,
+    may_fit,
+    pages_of,
+    salt_of,
+    volume_source,
+    volumes_of,
+    whole_sources,
+)
 from app.services import Services
+from app.volumes import Volume, best_within, choose, top_hits
 from retrieval.catalogue import READABLE, Document, StoredPage
-from retrieval.conversations import Conversation, ToolResult, Turn
+from retrieval.conversations import Conversation, ReadAs, ToolResult, Turn
 from retrieval.passage import Section
 from retrieval.search import search
 from serving.engine import Delta, Message, Plan, Prefill, Request, Sampling
@@ -98,14 +110,30 @@ class PassageUsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What the model is given, sent before it starts to read; in a conversation, `passages` are those of this turn."""
+class VolumeUsed:
+    """Volume `number` (from 1) of `of` of a document."""
 
-    mode: Literal["whole", "retrieve"]
+    document: str
+    number: int
+    of: int
+    first_page: int
+    last_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the model is given, sent before it starts to read.
+
+    `volume` is there when `mode` says so, and the passages come after it. In a conversation they are
+    those of this turn.
+    """
+
+    mode: ReadAs
     documents: tuple[DocumentUsed, ...]
     passages: tuple[PassageUsed, ...]
     prompt_tokens: int
     plan: Plan
+    volume: VolumeUsed | None = None
     conversation: str | None = None
     turn: int | None = None
 
@@ -170,15 +198,16 @@ Event = Context | Reading | Token | Citations | Done
 class Prepared:
     """A question whose prompt is ready to be sent; `alone` is one that waits for its turn.
 
-    Within a conversation, `conversation` and `turn` are what is stored once there is an answer. Whoever has it calls
-    `release` when the answer has ended or is not wanted any more.
+    `scope` is what another question like it would be about, if that can be read early. Within a conversation,
+    `conversation` and `turn` are what is stored once there is an answer. Whoever has it calls `release` when the answer
+    has ended or is not wanted any more.
     """
 
     question: str
     request: Request
     context: Context
     evidence: tuple[Evidence, ...]
-    scope: Scope
+    scope: Scope | None
     received: float
     alone: bool
     timings: Timings = field(default_factory=Timings)
@@ -243,9 +272,10 @@ async def _prepare(ask: Ask, claim: Claim | None, services: Services, received: 
         whole = past.mode == "whole"
     turns = () if past is None else past.turns
     known = [section for turn in turns for section in turn.sections]
+    opened = None if past is None else await asyncio.to_thread(_reopen, past, documents, services)
     prompt: list[int] = []
     sections: list[Section] = []
-    pages: list[StoredPage] = []
+    pages: list[StoredPage] = [] if opened is None else opened.pages
     if whole:
         started = time.perf_counter()
         pages = await asyncio.to_thread(pages_of, documents, services.catalogue)
@@ -258,10 +288,12 @@ async def _prepare(ask: Ask, claim: Claim | None, services: Services, received: 
                 raise PromptTooLong(len(prompt), max_tokens, window)
             whole = False
     if not whole:
-        draft = _draft(earlier_messages(turns, documents, ()), question, results)
+        first = () if opened is None else (opened.source,)
+        draft = _draft(earlier_messages(turns, documents, first), question, results)
         started = time.perf_counter()
         room = window if past is None else await asyncio.to_thread(_room, draft, max_tokens, services)
-        sections = await asyncio.to_thread(_retrieve, question, documents, known, room, services)
+        given = known if opened is None else [*known, *opened.sections]
+        sections = await asyncio.to_thread(_retrieve, question, documents, given, room, services)
         timings.retrieve = time.perf_counter() - started
         started = time.perf_counter()
         sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, draft, max_tokens, services)
@@ -278,36 +310,54 @@ async def _prepare(ask: Ask, claim: Claim | None, services: Services, received: 
         ),
     )
     alone = ask.acceleration == "off"
-    scope = Scope.of(documents)
+    scope = Scope.of(documents) if opened is None else opened.scope
     exact = past is not None and past.exact
     if alone:
         plan = services.engine.plan(request)
     else:
         request, plan = _soonest(request, scope, services, settled=exact)
-        exact = request.prefill == "exact"
+    mode: ReadAs = "whole" if whole else "retrieve" if opened is None else "volume"
+    if past is None and ask.mode == "auto" and not (whole or alone):
+        started = time.perf_counter()
+        opened = await asyncio.to_thread(_open_volume, sections, documents, services)
+        if opened is not None:
+            aside = _aside(sections, window)
+            sources = [opened.source, *section_sources(documents, aside)]
+            prompt = await asyncio.to_thread(_render, draft, sources, services)
+            exactly = salt_of(opened.scope, "exact", services.engine, services.key)
+            of_volume = replace(request, prompt=prompt, salt=exactly, prefill="exact", dense_from=None)
+            volume_plan = services.engine.plan(of_volume)
+            if not _too_long(prompt, max_tokens, services) and _is_sooner(volume_plan, plan):
+                request, plan, mode = of_volume, volume_plan, "volume"
+                sections, pages = aside, opened.pages
+        timings.assemble += time.perf_counter() - started
+    exact = exact if alone else request.prefill == "exact"
     names = {document.id: document.name for document in documents}
     number = None if claim is None else len(turns) + 1
     context = Context(
-        mode="whole" if whole else "retrieve",
+        mode=mode,
         documents=tuple(DocumentUsed(d.id, d.name, d.pages) for d in documents),
         passages=tuple(
             PassageUsed(s.document, names[s.document], s.page, round(s.score, 4), s.tokens) for s in sections
         ),
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(request.prompt),
         plan=plan,
+        volume=opened.used if opened is not None and mode == "volume" else None,
         conversation=None if claim is None else claim.id,
         turn=number,
     )
-    evidence = (
-        _whole_evidence(documents, pages)
-        if whole
-        else await asyncio.to_thread(_section_evidence, names, [*known, *sections], services)
-    )
-    prepared = Prepared(question, request, context, tuple(evidence), scope, received, alone, timings)
+    evidence = [
+        *_whole_evidence(documents, pages),
+        *await asyncio.to_thread(_section_evidence, names, [*known, *sections], services),
+    ]
+    early = scope if whole else None if opened is None else opened.scope
+    prepared = Prepared(question, request, context, tuple(evidence), early, received, alone, timings)
     if claim is None or number is None:
         return prepared
     now = datetime.now(UTC)
-    conversation = past or Conversation(claim.id, scope.documents, context.mode, now)
+    ids = tuple(document.id for document in documents)
+    volume = None if context.volume is None else (context.volume.document, context.volume.number)
+    conversation = past or Conversation(claim.id, ids, mode, now, volume=volume)
     return replace(
         prepared,
         claim=claim,
@@ -382,7 +432,7 @@ async def answer(prepared: Prepared, services: Services) -> AsyncGenerator[Event
     timings.total = time.perf_counter() - prepared.received
     usage = Usage(prefill.prompt_tokens, tokens, prefill.prompt_tokens + tokens)
     services.metrics.answered(prefill, timings.ttft, timings.total)
-    if prepared.context.mode == "whole" and not prepared.alone:
+    if prepared.scope is not None and not prepared.alone:
         services.warmer.asked(prepared.scope)
     # Every scope is looked at for this, so nobody else waits for it.
     lost = frozenset() if warm is None else warm - services.warmer.warm_scopes()
@@ -551,6 +601,78 @@ def _fit_sections(
             raise PromptTooLong(len(prompt), max_tokens, services.engine.limits.window)
         weakest = min(sections, key=lambda section: section.score)
         sections = [section for section in sections if section is not weakest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The volume that a question is about: its pages, and how it goes into the prompt."""
+
+    document: str
+    volume: Volume
+    pages: list[StoredPage]
+    source: Source
+
+    @property
+    def scope(self) -> Scope:
+        return Scope((self.document,), self.volume.number)
+
+    @property
+    def used(self) -> VolumeUsed:
+        volume = self.volume
+        return VolumeUsed(self.document, volume.number, volume.of, volume.first_page, volume.last_page)
+
+    @property
+    def sections(self) -> list[Section]:
+        """What need not be found again, for the volume holds it."""
+        return [Section(self.document, part.page, part.start, part.end, "", 0.0, 0) for part in self.volume.parts]
+
+
+def _open_volume(sections: Sequence[Section], documents: Sequence[Document], services: Services) -> _Opened | None:
+    """The volume in which the best sections lie, if the best one is of a long document and they are not spread wide."""
+    hits = top_hits(sections)
+    document = next((document for document in documents if hits and document.id == hits[0].document), None)
+    if document is None or may_fit([document], services.engine.limits.window):
+        return None
+    pages = services.catalogue.pages(document.id)
+    volume = choose(hits, document.id, volumes_of(document, pages, services.engine))
+    return None if volume is None else _opened(document, volume, pages, services)
+
+
+def _reopen(past: Conversation, documents: Sequence[Document], services: Services) -> _Opened | None:
+    """The volume that a conversation began with, if it did."""
+    if past.volume is None:
+        return None
+    id, number = past.volume
+    document = next(document for document in documents if document.id == id)
+    pages = services.catalogue.pages(id)
+    volumes = volumes_of(document, pages, services.engine)
+    if number > len(volumes):
+        raise ConversationFixed(
+            f"conversation {past.id!r} began with volume {number} of document {id!r}, which has {len(volumes)} in the "
+            "model's window of today; start a new conversation"
+        )
+    return _opened(document, volumes[number - 1], pages, services)
+
+
+def _opened(document: Document, volume: Volume, pages: list[StoredPage], services: Services) -> _Opened:
+    source = volume_source(document, volume, pages, services.engine)
+    return _Opened(document.id, volume, volume.pages(pages), source)
+
+
+def _aside(sections: Sequence[Section], window: int) -> list[Section]:
+    """The sections that stand between a volume and the question.
+
+    Those of the volume itself are given once more: right before the question they are found more surely.
+    """
+    hits = top_hits(sections)
+    return best_within([section for section in sections if section in hits], aside_room(window))
+
+
+def _is_sooner(volume: Plan, sections: Plan) -> bool:
+    """Whether a volume is read no later than sections: by the engine's estimates, else by what is left to compute."""
+    if volume.eta_s is None or sections.eta_s is None:
+        return volume.tokens_to_compute <= sections.tokens_to_compute
+    return volume.eta_s <= sections.eta_s
 
 
 def _whole_evidence(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Evidence]:

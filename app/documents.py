@@ -12,7 +12,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel
 
-from app.scope import Scope
 from app.services import Services
 from app.stream import EventResponse, encode
 from app.upload import read_uploads
@@ -200,7 +199,7 @@ def document_body(document: Document, services: Services) -> DocumentBody:
         chunks=document.chunks,
         tokens=document.tokens,
         entities=dict(document.entities or {}),
-        warm=WarmBody(**asdict(services.warmer.warmth(Scope.of([document])))),
+        warm=WarmBody(**asdict(services.warmer.warmth_of(document.id))),
     )
 
 

@@ -41,10 +41,11 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A document as it goes into the prompt; `excerpts` in reading order."""
+    """A document as it goes into the prompt; `excerpts` in reading order, after what `card` says about them."""
 
     name: str
     excerpts: tuple[Excerpt, ...]
+    card: str = ""
 
 
 def build_messages(
@@ -94,7 +95,8 @@ def _without_documents(message: Message) -> Message:
 
 def _document(number: int, source: Source) -> str:
     pages = "\n".join(f"[page {excerpt.page}]\n{_escape(excerpt.text.strip())}" for excerpt in source.excerpts)
-    return f'<document id="{number}" name="{_attribute(source.name)}">\n{pages}\n{_END}'
+    card = f"{_escape(source.card)}\n" if source.card else ""
+    return f'<document id="{number}" name="{_attribute(source.name)}">\n{card}{pages}\n{_END}'
 
 
 def _result(result: ToolResult) -> str:

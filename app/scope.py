@@ -1,4 +1,4 @@
-"""What is read together, and always begins in the same way: documents in their order, before any question.
+"""What is read together, and always begins in the same way: documents in their order, or a volume of a long one.
 
 Everything up to the question depends on the documents alone, so it can be read before there is a question, and lies in
 a cache namespace of its own.
@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from app.prompt import VERSION, Excerpt, Source, build_messages
+from app.volumes import Volume, card, cut
 from retrieval.catalogue import Catalogue, Document, StoredPage
+from retrieval.errors import RetrievalError
 from serving.engine import Engine
 
 # Two questions with nothing in common: what their prompts share, the prompt of every question has.
 _QUESTIONS = ("a", "1?")
 _ANSWER_TOKENS = 512
 _ANSWER_SHARE = 0.25
+# What a volume leaves free beside the answer, and what its table of contents may take, each.
+_ASIDE_TOKENS = 256
+_ASIDE_SHARE = 1 / 32
+# The two lines of a card around the table of contents.
+_CARD_TOKENS = 48
+# Where instructions leave less of a small window, volumes would be mere passages.
+_LEAST_ROOM_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Documents by id, oldest first."""
+    """Documents by id, oldest first; `volume` (from 1) of the only one when it is too long to be read whole."""
 
     documents: tuple[str, ...]
+    volume: int | None = None
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> Scope:
@@ -65,6 +75,44 @@ def whole_sources(documents: Sequence[Document], pages: Sequence[StoredPage]) ->
     ]
 
 
+def aside_room(window: int) -> int:
+    """Tokens of passages that may stand between a volume and the question, and of a question that is sure to fit."""
+    return min(_ASIDE_TOKENS, int(window * _ASIDE_SHARE))
+
+
+def volumes_of(document: Document, pages: Sequence[StoredPage], engine: Engine) -> tuple[Volume, ...]:
+    """The volumes of a document that the window does not hold; none where the window is too small for any. Blocks.
+
+    Args:
+        pages: all of it.
+    """
+    window = engine.limits.window
+    around = len(engine.render_chat(build_messages([Source(document.name, ())], "")))
+    # Passages, the question, and the table of contents.
+    room = window - answer_room(window) - around - _CARD_TOKENS - 3 * aside_room(window)
+    return cut(pages, room, engine.count_tokens) if room >= window * _LEAST_ROOM_SHARE else ()
+
+
+def volume_source(document: Document, volume: Volume, pages: Sequence[StoredPage], engine: Engine) -> Source:
+    """A volume as it goes into the prompt.
+
+    Args:
+        pages: all of the document.
+    """
+    (source,) = whole_sources([document], volume.pages(pages))
+    return replace(source, card=card(volume, pages, aside_room(engine.limits.window), engine.count_tokens))
+
+
+def scopes_of(documents: Sequence[Document], catalogue: Catalogue, engine: Engine) -> list[Scope]:
+    """What can be read early of documents: all together if they fit, else the volumes of a single one; blocks."""
+    if may_fit(documents, engine.limits.window):
+        return [Scope.of(documents)]
+    if len(documents) > 1:
+        return []
+    volumes = volumes_of(documents[0], catalogue.pages(documents[0].id), engine)
+    return [Scope((documents[0].id,), volume.number) for volume in volumes]
+
+
 def common_prompt(sources: Sequence[Source], engine: Engine) -> list[int]:
     """The tokens with which the prompt of every question about these sources begins."""
     one, other = (engine.render_chat(build_messages(sources, question)) for question in _QUESTIONS)
@@ -81,9 +129,17 @@ def prompt_of(scope: Scope, catalogue: Catalogue, engine: Engine) -> list[int]:
 
     Raises:
         UnknownDocument: one of its documents was deleted.
+        RetrievalError: the document has no such volume in this window.
     """
     documents = [catalogue.get(id) for id in scope.documents]
-    return common_prompt(whole_sources(documents, pages_of(documents, catalogue)), engine)
+    pages = pages_of(documents, catalogue)
+    if scope.volume is None:
+        return common_prompt(whole_sources(documents, pages), engine)
+    (document,) = documents
+    volumes = volumes_of(document, pages, engine)
+    if scope.volume > len(volumes):
+        raise RetrievalError(f"document {document.id!r} has {len(volumes)} volumes now, not a volume {scope.volume}")
+    return common_prompt([volume_source(document, volumes[scope.volume - 1], pages, engine)], engine)
 
 
 def salt_of(scope: Scope, how: str, engine: Engine, key: bytes) -> str:
@@ -93,5 +149,7 @@ def salt_of(scope: Scope, how: str, engine: Engine, key: bytes) -> str:
     the prompt, and how it is read.
     """
     about = engine.capabilities
-    parts = "\n".join([VERSION, about.model, about.fingerprint, how, *scope.documents])
+    # The window decides where volumes begin.
+    volume = [] if scope.volume is None else [f"volume {scope.volume} in {engine.limits.window}"]
+    parts = "\n".join([VERSION, about.model, about.fingerprint, how, *scope.documents, *volume])
     return hmac.new(key, parts.encode(), sha256).hexdigest()

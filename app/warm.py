@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from app.answer import documents_of
 from app.documents import DocumentBody, document_body
-from app.scope import Scope, may_fit
+from app.scope import Scope, scopes_of
 from app.services import Services
 from app.stream import EventResponse, encode
 from app.warmer import WarmError, Warmth
@@ -19,7 +19,7 @@ from retrieval.catalogue import Document
 
 router = APIRouter(prefix="/v1", tags=["warm documents"])
 
-_TOO_LONG = "it is longer than the model's window, so passages of it are searched for each question"
+_TOO_LONG = "together they are longer than the model's window, so passages of them are searched for each question"
 
 
 @router.post("/documents/{id}/warm", status_code=202)
@@ -27,9 +27,13 @@ async def warm(id: str, request: Request, pin: Annotated[bool, Query()] = False)
     """Read a document before anybody asks about it; with `pin` it then stays, whatever else is read."""
     services: Services = request.app.state.services
     found = await asyncio.to_thread(documents_of, [id], "", services)
-    if not may_fit(found, services.engine.limits.window):
-        raise WarmError(f"document {id!r} cannot be warmed: {_TOO_LONG}")
-    await services.warmer.warm(Scope.of(found), pin=pin)
+    scopes = await _scopes(found, services)
+    if not scopes:
+        raise WarmError(
+            f"document {id!r} cannot be warmed: the model's window of {services.engine.limits.window:,} tokens is too "
+            "small for volumes of it; raise FOREWORD_MAX_MODEL_LEN"
+        )
+    await services.warmer.warm(*scopes, pin=pin)
     return document_body(found[0], services)
 
 
@@ -38,7 +42,7 @@ async def release(id: str, request: Request) -> DocumentBody:
     """Stop reading a document early, and release its pin."""
     services: Services = request.app.state.services
     document = await asyncio.to_thread(services.catalogue.get, id)
-    await services.warmer.release(Scope.of([document]))
+    await services.warmer.release(*await _scopes([document], services))
     return document_body(document, services)
 
 
@@ -51,18 +55,21 @@ async def intent(
     """Somebody is about to ask: what they would ask about is read first, for as long as they keep this stream open."""
     services: Services = request.app.state.services
     found = await asyncio.to_thread(documents_of, documents or [], collection, services)
-    return EventResponse(_warmth(found, services))
+    return EventResponse(_warmth(await _scopes(found, services), services))
 
 
-async def _warmth(documents: list[Document], services: Services) -> AsyncIterator[bytes]:
-    if not may_fit(documents, services.engine.limits.window):
+async def _scopes(documents: list[Document], services: Services) -> list[Scope]:
+    return await asyncio.to_thread(scopes_of, documents, services.catalogue, services.engine)
+
+
+async def _warmth(scopes: list[Scope], services: Services) -> AsyncIterator[bytes]:
+    if not scopes:
         yield encode("warm", asdict(Warmth("cold", reason=_TOO_LONG)))
         return
-    scope = Scope.of(documents)
     last: Warmth | None = None
-    with services.warmer.watched(scope):
+    with services.warmer.watched(*scopes):
         while True:
-            if (now := services.warmer.warmth(scope)) != last:
+            if (now := services.warmer.warmth(*scopes)) != last:
                 yield encode("warm", asdict(now))
                 last = now
             await services.warmer.changes()

@@ -1,8 +1,9 @@
 """Reads documents before anybody asks about them, so that a question has only itself to be read.
 
 One loop, in the background: the scope that was used last comes first, in steps that a question never waits long for,
-and only while no question is in work. What is read is read exactly, so nothing is approximated. How much of a scope is
-in the engine's memory is never assumed: the engine says it.
+and only while no question is in work. A document longer than the window is read in volumes, each a scope of its own.
+What is read is read exactly, so nothing is approximated. How much of a scope is in the engine's memory is never
+assumed: the engine says it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal
 
 import structlog
 
-from app.scope import Scope, in_order, may_fit, prompt_of, salt_of
+from app.scope import Scope, in_order, prompt_of, salt_of, scopes_of
 from ingest.changes import Changes
 from retrieval.catalogue import READABLE, Catalogue, Document
 from retrieval.errors import RetrievalError, StorageFailed
@@ -64,10 +65,11 @@ class Warmth:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a scope. `used` orders scopes, the last one used has the highest."""
+    """What is known of a scope. `used` orders scopes, the last one used has the highest; `noted` was written down."""
 
     scope: Scope
     used: int
+    noted: int | None = None
     total: int | None = None
     prefix: Prefix | None = None
     wanted: bool = False
@@ -111,11 +113,7 @@ class Warmer:
     # --- life ---
 
     async def start(self) -> None:
-        """Take up the scopes of an earlier run, in the order of their last use, and begin to work."""
-        if self._enabled:
-            for age, documents in enumerate(await asyncio.to_thread(self._catalogue.scopes)):
-                # Whatever is used in this run is newer.
-                self._entries.setdefault(Scope(documents), _Entry(Scope(documents), used=-age)).wanted = True
+        """Begin to work: as soon as the engine is ready, on the scopes of an earlier run in the order of their use."""
         self._task = asyncio.create_task(self._work(), name="warmer")
 
     async def stop(self) -> None:
@@ -141,50 +139,52 @@ class Warmer:
         document = await asyncio.to_thread(self._catalogue.get, id)
         if last:
             together = await asyncio.to_thread(self._catalogue.documents, document.collection, READABLE)
-            await self._want_if_it_fits(in_order(together))
-        await self._want_if_it_fits([document])
+            if len(together) > 1:
+                await self._want_what_fits(in_order(together))
+        await self._want_what_fits([document])
 
     def asked(self, scope: Scope) -> None:
         """A question about the scope was answered, so another one may come."""
         if self._enabled:
             self._want(scope)
 
-    async def warm(self, scope: Scope, *, pin: bool = False) -> None:
-        """Read a scope early because somebody says so; with `pin` it is then kept whatever else is read.
+    async def warm(self, *scopes: Scope, pin: bool = False) -> None:
+        """Read scopes early because somebody says so, the first one first; with `pin` they are then kept.
 
         Raises:
-            WarmError: there is no room for it, or for another pin.
+            WarmError: there is no room for so many pins; then nothing is pinned.
         """
-        entry = self._entry(scope)
-        if pin and not entry.pinned:
-            await self._require_pin(entry)
-            entry.pinned = True
-        self._want(scope)
+        new = [entry for entry in self._entries_of(scopes) if pin and not entry.pinned]
+        if new:
+            await self._require_pins(new)
+            for entry in new:
+                entry.pinned = True
+        self._want(*scopes)
 
-    async def release(self, scope: Scope) -> None:
-        """Stop reading a scope early, and let go of it if it was pinned."""
-        entry = self._entries.get(scope)
-        if entry is None:
-            return
-        entry.wanted = entry.pinned = False
-        # Not to be read again on its own account, until it is used.
-        entry.was_warm = False
-        await self._let_go(entry)
+    async def release(self, *scopes: Scope) -> None:
+        """Stop reading scopes early, and let go of those that were pinned."""
+        for entry in [self._entries[scope] for scope in scopes if scope in self._entries]:
+            entry.wanted = entry.pinned = False
+            # Not to be read again on its own account, until it is used.
+            entry.was_warm = False
+            await self._let_go(entry)
         self._changes.notify()
 
     @contextlib.contextmanager
-    def watched(self, scope: Scope) -> Iterator[None]:
-        """While somebody has the scope before them, it comes before all others."""
-        entry = self._entry(scope)
-        entry.watched += 1
-        entry.wanted, entry.reason = True, None
+    def watched(self, *scopes: Scope) -> Iterator[None]:
+        """While somebody has these scopes before them, they come before all others."""
+        entries = self._entries_of(scopes)
+        for entry in entries:
+            entry.watched += 1
+            entry.wanted, entry.reason = True, None
         self._changes.notify()
         try:
             yield
         finally:
-            entry.watched -= 1
-            if not entry.watched and not entry.pinned and not self._enabled:
-                entry.wanted = False
+            for entry in entries:
+                entry.watched -= 1
+                if not entry.watched and not entry.pinned and not self._enabled:
+                    entry.wanted = False
             self._changes.notify()
 
     async def forget(self, document: str) -> None:
@@ -193,7 +193,7 @@ class Warmer:
         Raises:
             StorageFailed: it cannot be removed from the disk.
         """
-        known = {Scope(documents) for documents in await asyncio.to_thread(self._catalogue.scopes)}
+        known = {Scope(*stored) for stored in await asyncio.to_thread(self._catalogue.scopes)}
         for scope in [scope for scope in known | self._entries.keys() if document in scope.documents]:
             if (entry := self._entries.pop(scope, None)) is not None:
                 entry.wanted = entry.pinned = False
@@ -216,8 +216,51 @@ class Warmer:
 
     # --- what is known ---
 
-    def warmth(self, scope: Scope) -> Warmth:
-        """How much of a scope is in memory now."""
+    def warmth(self, *scopes: Scope) -> Warmth:
+        """How much of scopes is in memory now; what was not counted yet is taken to be as long as the others."""
+        parts = [self._warmth(scope) for scope in scopes]
+        if len(parts) == 1:
+            return parts[0]
+        counted = [part.total for part in parts if part.total is not None]
+        length = sum(counted) // len(counted) if counted else None
+        states = {part.state for part in parts}
+        tokens = sum(part.tokens for part in parts)
+        if states == {"warm"}:
+            state: WarmState = "warm"
+        elif "warming" in states:
+            state = "warming"
+        elif tokens:
+            state = "partly"
+        else:
+            state = "evicted" if "evicted" in states else "cold"
+        return Warmth(
+            state,
+            tokens,
+            None if length is None else sum(length if part.total is None else part.total for part in parts),
+            self._rest(parts, length),
+            pinned=bool(parts) and all(part.pinned for part in parts),
+            reason=next((part.reason for part in parts if part.reason is not None), None),
+        )
+
+    def warmth_of(self, document: str) -> Warmth:
+        """How much of a document is in memory now, whole or in all of its volumes."""
+        volumes = (Scope((document,), number) for number in itertools.count(1))
+        known = list(itertools.takewhile(self._entries.__contains__, volumes))
+        return self.warmth(*known or [Scope((document,))])
+
+    def _rest(self, parts: Sequence[Warmth], length: int | None) -> float | None:
+        """Seconds until the parts that are being read are read; those that were not counted have this length."""
+        if length is None:
+            return None
+        etas = [
+            self._engine.estimate(length, 0) if part.total is None else part.eta_s
+            for part in parts
+            if part.state == "warming"
+        ]
+        known = [eta for eta in etas if eta is not None]
+        return sum(known) if known and len(known) == len(etas) else None
+
+    def _warmth(self, scope: Scope) -> Warmth:
         entry = self._entries.get(scope)
         if entry is None:
             return Warmth("cold")
@@ -249,7 +292,7 @@ class Warmer:
     async def _work(self) -> None:
         while not self._engine.state.ready:
             await self.changes()
-        await self._retain()
+        await self._take_up()
         while True:
             if (entry := self._next()) is None:
                 await self.changes()
@@ -270,13 +313,33 @@ class Warmer:
                 log.error("warming_broke", error=type(error).__name__)
                 self._give_up(entry, f"an internal error ended the reading ({type(error).__name__})")
 
-    async def _retain(self) -> None:
-        """Whatever is kept of documents that were deleted, or of another model, goes."""
+    async def _take_up(self) -> None:
+        """Go on with the scopes of earlier runs; whatever is kept of deleted documents, or of another model, goes."""
         try:
-            known = [Scope(documents) for documents in await asyncio.to_thread(self._catalogue.scopes)]
+            known = await asyncio.to_thread(self._known)
+            if self._enabled:
+                for age, scope in enumerate(known):
+                    # Whatever is used in this run is newer.
+                    entry = self._entries.setdefault(scope, _Entry(scope, used=-age, noted=-age))
+                    entry.wanted = True
             await asyncio.to_thread(self._engine.retain, {self._salt(scope) for scope in known})
         except (OSError, RetrievalError) as error:
             log.error("kept_prompts_not_removed", error=str(error))
+
+    def _known(self) -> list[Scope]:
+        """The stored scopes, the latest use first; another window may cut a document into other volumes, or none."""
+        known: list[Scope] = []
+        now: dict[str, list[Scope]] = {}
+        for scope in (Scope(*stored) for stored in self._catalogue.scopes()):
+            if len(scope.documents) > 1:
+                known.append(scope)
+                continue
+            (id,) = scope.documents
+            if id not in now:
+                now[id] = scopes_of([self._catalogue.get(id)], self._catalogue, self._engine)
+            if scope in now[id]:
+                known.append(scope)
+        return list(dict.fromkeys([*known, *itertools.chain.from_iterable(now.values())]))
 
     def _next(self) -> _Entry | None:
         """The scope to read a step of, if there is any."""
@@ -301,7 +364,7 @@ class Warmer:
                 yield entry
                 continue
             if entry.wanted:
-                entry.wanted, entry.reason = False, "no room: documents that were used later fill the cache"
+                entry.wanted, entry.reason = False, "no room: what was used later fills the cache"
                 self._changes.notify()
             if not self._resident(entry):
                 # Digests of a long prompt are many, and can be made again.
@@ -330,7 +393,10 @@ class Warmer:
                     raise WarmError("the engine does not keep what it reads; other prompts fill its cache")
         if self._is_warm(entry):
             entry.wanted, entry.was_warm, entry.stuck, entry.lost_at = False, True, 0, None
-            await asyncio.to_thread(self._catalogue.use_scope, entry.scope.documents)
+            if entry.noted != entry.used:
+                used = entry.used
+                await self._store([entry.scope])
+                entry.noted = used
         self._changes.notify()
 
     async def _until_told(self, prefix: Prefix, tokens: int) -> None:
@@ -394,9 +460,12 @@ class Warmer:
 
     # --- pins ---
 
-    async def _require_pin(self, entry: _Entry) -> None:
+    async def _require_pins(self, new: Sequence[_Entry]) -> None:
         pins = [other for other in self._entries.values() if other.pinned]
-        if len(pins) >= self._engine.limits.holds:
+        holds = self._engine.limits.holds
+        if len(new) > holds:
+            raise WarmError(f"it has {len(new)} volumes, and at most {holds} can be pinned; warm it without a pin")
+        if len(pins) + len(new) > holds:
             raise WarmError(
                 f"{len(pins)} documents are pinned already, and no more can be; release one of them first "
                 "(DELETE /v1/documents/{id}/warm)"
@@ -404,8 +473,9 @@ class Warmer:
         capacity = self._engine.stats.kv_tokens
         if capacity is None:
             raise EngineUnavailable("the engine is still loading; pin the document when it is ready")
-        await self._prompt(entry)
-        held = sum(other.total or 0 for other in [*pins, entry])
+        for entry in new:
+            await self._prompt(entry)
+        held = sum(other.total or 0 for other in [*pins, *new])
         if held > capacity // 2:
             raise WarmError(
                 f"the pinned documents would take {held:,} of {capacity:,} tokens of the cache, more than half; "
@@ -430,25 +500,44 @@ class Warmer:
 
     # --- small ---
 
-    async def _want_if_it_fits(self, documents: Sequence[Document]) -> None:
-        if may_fit(documents, self._engine.limits.window):
-            scope = Scope.of(documents)
+    async def _want_what_fits(self, documents: Sequence[Document]) -> None:
+        scopes = await asyncio.to_thread(scopes_of, documents, self._catalogue, self._engine)
+        if scopes:
             # Written down at once: this process may have no engine, or end before it has read anything.
-            await asyncio.to_thread(self._catalogue.use_scope, scope.documents)
-            self._want(scope)
+            await self._store(scopes)
+            for entry in self._want(*scopes):
+                entry.noted = entry.used
 
-    def _want(self, scope: Scope) -> None:
-        entry = self._entry(scope)
-        entry.used = next(self._clock)
-        entry.wanted, entry.reason, entry.losses = True, None, 0
+    async def _store(self, scopes: Sequence[Scope]) -> None:
+        """Write down the use of a scope, or of volumes of one document, the first one as the latest."""
+        volumes = [scope.volume for scope in reversed(scopes) if scope.volume is not None]
+        await asyncio.to_thread(self._catalogue.use_scope, scopes[0].documents, *volumes)
+
+    def _want(self, *scopes: Scope) -> list[_Entry]:
+        """Scopes were used, the first one last."""
+        entries = self._entries_of(scopes)
+        for entry in reversed(entries):
+            entry.used = next(self._clock)
+            entry.wanted, entry.reason, entry.losses = True, None, 0
         self._changes.notify()
+        return entries
 
-    def _entry(self, scope: Scope) -> _Entry:
-        entry = self._entries.setdefault(scope, _Entry(scope, next(self._clock)))
-        if len(self._entries) > _MOST_ENTRIES:
-            spare = [other for other in self._entries.values() if not (other.wanted or other.watched or other.pinned)]
-            del self._entries[min(spare or [entry], key=lambda other: other.used).scope]
-        return entry
+    def _entries_of(self, scopes: Sequence[Scope]) -> list[_Entry]:
+        """What is known of scopes; of those that are new, the first one counts as used last."""
+        for scope in reversed(scopes):
+            self._entries.setdefault(scope, _Entry(scope, next(self._clock)))
+        entries = [self._entries[scope] for scope in scopes]
+        spare = len(self._entries) - _MOST_ENTRIES
+        if spare > 0:
+            kept = set(scopes)
+            others = [
+                other
+                for scope, other in self._entries.items()
+                if scope not in kept and not (other.watched or other.pinned)
+            ]
+            for other in sorted(others, key=lambda other: (other.wanted, other.used))[:spare]:
+                del self._entries[other.scope]
+        return entries
 
     def _salt(self, scope: Scope) -> str:
         return salt_of(scope, "exact", self._engine, self._key)

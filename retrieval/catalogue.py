@@ -29,7 +29,7 @@ FINAL: tuple[Status, ...] = (*READABLE, *_LOST)
 STATUSES: tuple[Status, ...] = get_args(Status)
 # SQLite takes no more than 32,766 values in a statement.
 _VALUES_AT_ONCE = 10_000
-_MOST_SCOPES = 200
+_MOST_SCOPES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,10 @@ class _ChunkRow(Base):
 
 
 class _ScopeRow(Base):
-    """Documents that were read together, as a JSON list of their ids; `used` grows with each use."""
+    """Documents that were read together, as a JSON list of their ids; `used` grows with each use.
+
+    Of a document that is read in volumes, the id is followed by the number of one: `["d_3f9c", 3]`.
+    """
 
     __tablename__ = "scopes"
 
@@ -258,23 +261,28 @@ class Catalogue:
             nothing = {"pages": 0, "chunks": 0, "tokens": None, "entities": "{}"}
             session.execute(update(_DocumentRow).where(_DocumentRow.id == id).values(nothing))
 
-    def use_scope(self, documents: Sequence[str]) -> None:
-        """Remember that these documents were just read together; of many such sets only the latest are kept."""
-        key = json.dumps(list(documents))
+    def use_scope(self, documents: Sequence[str], *volumes: int) -> None:
+        """Remember that these documents were just read together; of many such sets only the latest are kept.
+
+        Args:
+            volumes: of the one document, when not all of it was read; the last one was read last.
+        """
+        keys = [json.dumps([*documents, volume]) for volume in volumes] or [json.dumps(list(documents))]
         with self._transaction() as session:
             known = session.scalars(select(_DocumentRow.id).where(_DocumentRow.id.in_(documents))).all()
             # Deleted meanwhile: such a set is of no use, and nobody would remove it again.
             if len(known) < len(set(documents)):
                 return
             last = session.scalar(select(func.max(_ScopeRow.used))) or 0
-            session.merge(_ScopeRow(documents=key, used=last + 1))
-            session.execute(delete(_ScopeRow).where(_ScopeRow.used <= last - _MOST_SCOPES))
+            for used, key in enumerate(keys, start=last + 1):
+                session.merge(_ScopeRow(documents=key, used=used))
+            session.execute(delete(_ScopeRow).where(_ScopeRow.used <= last + len(keys) - _MOST_SCOPES))
 
-    def scopes(self) -> list[tuple[str, ...]]:
-        """Documents that were read together, the latest use first."""
+    def scopes(self) -> list[tuple[tuple[str, ...], int | None]]:
+        """Documents that were read together, and the volume where it was one, the latest use first."""
         with self._transaction() as session:
             rows = session.scalars(select(_ScopeRow).order_by(_ScopeRow.used.desc()))
-            return [tuple(json.loads(row.documents)) for row in rows]
+            return [_scope(json.loads(row.documents)) for row in rows]
 
     def count(self) -> int:
         """How many documents there are."""
@@ -321,6 +329,11 @@ def _document(row: _DocumentRow) -> Document:
         tokens=row.tokens,
         entities=json.loads(row.entities),
     )
+
+
+def _scope(key: list[str | int]) -> tuple[tuple[str, ...], int | None]:
+    volume = key[-1] if isinstance(key[-1], int) else None
+    return tuple(part for part in key if isinstance(part, str)), volume
 
 
 def _page(row: _PageRow) -> StoredPage:

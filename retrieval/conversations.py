@@ -20,7 +20,7 @@ from retrieval.database import Base, Database
 from retrieval.errors import StorageFailed, UnknownConversation
 from retrieval.passage import Section
 
-ReadAs = Literal["whole", "retrieve"]
+ReadAs = Literal["whole", "volume", "retrieve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`documents` by id in the order of the prompt; `exact` once a turn was read exactly from the common cache."""
+    """`documents` by id in the order of the prompt; `exact` once a turn was read exactly from the common cache.
+
+    `volume` is the document and the number of the volume that the conversation began with, in mode `volume`.
+    """
 
     id: str
     documents: tuple[str, ...]
@@ -54,6 +57,7 @@ class Conversation:
     created_at: datetime
     exact: bool = False
     turns: tuple[Turn, ...] = ()
+    volume: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class _ConversationRow(Base):
     mode: Mapped[str] = mapped_column(String(20))
     created_at: Mapped[str] = mapped_column(String(40))
     exact: Mapped[bool]
+    volume_of: Mapped[str | None] = mapped_column(String(40))
+    volume: Mapped[int | None]
 
 
 class _AboutRow(Base):
@@ -146,6 +152,7 @@ class Conversations:
                 created_at=_time(row.created_at),
                 exact=row.exact,
                 turns=tuple(_turn(turn) for turn in turns),
+                volume=None if row.volume_of is None or row.volume is None else (row.volume_of, row.volume),
             )
 
     def all(self) -> list[Summary]:
@@ -186,12 +193,15 @@ def delete_about(session: Session, document: str) -> None:
 
 
 def _begin(session: Session, conversation: Conversation) -> None:
+    volume_of, volume = conversation.volume or (None, None)
     session.add(
         _ConversationRow(
             id=conversation.id,
             mode=conversation.mode,
             created_at=conversation.created_at.isoformat(),
             exact=conversation.exact,
+            volume_of=volume_of,
+            volume=volume,
         )
     )
     # No relationship tells the session what has to be there first.

@@ -472,11 +472,13 @@ class Turn {
     handlers[name]?.();
   }
 
-  showContext({ mode, documents, passages, prompt_tokens: promptTokens, plan, conversation: id, turn }) {
+  showContext({ mode, volume, documents, passages, prompt_tokens: promptTokens, plan, conversation: id, turn }) {
     const names = documents.map((item) => item.name).join(", ");
     this.conversation = { id, names, documents: documents.map((item) => item.id) };
     const more = turn > 1 ? "more " : "";
-    const what = mode === "whole" ? "Whole text" : `${more}${plural(passages?.length ?? 0, "passage")}`;
+    const searched = `${more}${plural(passages?.length ?? 0, "passage")}`;
+    const what = mode === "whole" ? "Whole text"
+      : volume ? `Pages ${volume.first_page} to ${volume.last_page} and ${searched}` : searched;
     this.context.textContent = `${what} of ${names}`;
     this.reading.plan(plan ?? {}, promptTokens);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,13 +95,22 @@ async def test_an_unknown_document_cannot_be_warmed(service: Service, method: st
     assert (response.status_code, response.json()["error"]["type"]) == (404, "unknown_document")
 
 
-async def test_a_document_too_long_for_the_model_says_so(service: Service, report_id: str) -> None:
-    response = await service.http.post(f"/v1/documents/{report_id}/warm")
-    assert (response.status_code, response.json()["error"]["type"]) == (409, "not_warmed")
-    assert "window" in response.json()["error"]["message"]
-    (event,) = [event async for event in _events(service, f"documents={report_id}")]
+async def test_documents_too_long_to_be_read_together_say_so(service: Service, report_id: str) -> None:
+    other = await service.upload("beside the report.txt", TEXT, collection="reports")
+    (event,) = [event async for event in _events(service, f"documents={report_id}&documents={other}")]
     assert event["state"] == "cold"
     assert "longer than the model's window" in event["reason"]
+
+
+async def test_a_window_too_small_for_volumes_says_so(service: Service, report_id: str) -> None:
+    script = service.engine.script
+    service.engine.script = replace(script, window=256)
+    try:
+        response = await service.http.post(f"/v1/documents/{report_id}/warm")
+    finally:
+        service.engine.script = script
+    assert (response.status_code, response.json()["error"]["type"]) == (409, "not_warmed")
+    assert "window of 256 tokens is too small" in response.json()["error"]["message"]
 
 
 async def test_who_is_about_to_ask_is_read_for_and_told(service: Service) -> None:
@@ -125,10 +135,10 @@ async def test_intent_about_nothing_is_refused(service: Service) -> None:
 async def test_a_deleted_document_leaves_no_trace_in_the_warm_set(eager: Service) -> None:
     id = await eager.upload("gone.txt", TEXT, collection="gone")
     await _until(eager, id, "warm")
-    assert (id,) in eager.services.catalogue.scopes()
+    assert ((id,), None) in eager.services.catalogue.scopes()
     assert (await eager.http.delete(f"/v1/documents/{id}")).status_code == 204
     assert not [scope for scope in eager.services.warmer._entries if id in scope.documents]
-    assert (id,) not in eager.services.catalogue.scopes()
+    assert ((id,), None) not in eager.services.catalogue.scopes()
 
 
 async def test_a_question_without_acceleration_says_what_it_evicted(eager: Service) -> None:

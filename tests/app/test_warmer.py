@@ -293,7 +293,7 @@ async def test_a_deleted_document_is_read_no_further(make: Make, catalogue: Cata
     await running.until(scopes[0], "warm")
     assert running.warmer.warmth(scopes[1]) == Warmth("cold")
     assert running.warmer.warm_scopes() == {scopes[0]}
-    assert catalogue.scopes() == [("a",)]
+    assert catalogue.scopes() == [(("a",), None)]
     # Whatever slower memory holds of it goes, too, also of the documents that were read together with it.
     assert set(running.engine.forgotten) == {running.salt(scope) for scope in (scopes[1], Scope(("a", "b")))}
 
@@ -325,7 +325,7 @@ async def test_the_next_run_begins_with_what_was_used_last(make: Make, catalogue
         await first.until(scope, "warm")
     first.warmer.asked(scopes[1])
     await first.until(scopes[1], "warm")
-    while catalogue.scopes()[0] != ("b",):
+    while catalogue.scopes()[0] != (("b",), None):
         await asyncio.sleep(0.001)
     await first.warmer.stop()
     await start(second)
