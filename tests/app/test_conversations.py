@@ -139,7 +139,10 @@ async def test_sections_are_appended_and_never_found_again(
     for number, fact in enumerate(facts, start=1):
         service.engine.enqueue(f"It is {fact.answer}.")
         body = await _say(
-            service, fact.question, conversation, **({"documents": [report_id]} if conversation == NEW else {})
+            service,
+            fact.question,
+            conversation,
+            **({"documents": [report_id], "mode": "retrieve"} if conversation == NEW else {}),
         )
         assert body["context"]["mode"] == "retrieve"
         conversation = body["context"]["conversation"]
@@ -162,7 +165,7 @@ async def test_sections_are_appended_and_never_found_again(
 async def test_later_sections_take_a_share_of_what_is_left(
     service: Service, report_id: str, long_report: Report
 ) -> None:
-    conversation = await _begin(service, report_id)
+    conversation = await _begin(service, report_id, mode="retrieve")
     prompt = len(_last_prompt(service))
     with _scripted(service, window=prompt + 64 + 800):
         body = await _say(service, long_report.facts[6].question, conversation, max_tokens=64)

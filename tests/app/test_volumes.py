@@ -519,6 +519,31 @@ async def test_a_question_about_one_place_is_answered_from_its_warm_volume(
     assert refused.json()["error"]["type"] == "prompt_too_long"
 
 
+async def test_a_conversation_that_begins_in_a_volume_goes_on_in_it(
+    service: Service, report_id: str, long_report: Report
+) -> None:
+    await service.http.post(f"/v1/documents/{report_id}/warm")
+    await _warm(service, report_id)
+    first = (await service.ask(long_report.facts[5].question, documents=[report_id], conversation="new")).json()
+    begun = first["context"]
+    assert begun["mode"] == "volume"
+    stored = (await service.http.get(f"/v1/conversations/{begun['conversation']}")).json()
+    assert (stored["mode"], stored["documents"]) == ("volume", [report_id])
+    (volume,) = [volume for volume in await _volumes(service, report_id) if volume.number == begun["volume"]["number"]]
+    elsewhere = next(fact for fact in long_report.facts if not volume.holds(fact.page, 0))
+    before = begun["prompt_tokens"]
+    for fact in (elsewhere, long_report.facts[5]):
+        body = (await service.ask(fact.question, conversation=begun["conversation"])).json()
+        context = body["context"]
+        assert (context["mode"], context["volume"]) == ("volume", begun["volume"])
+        assert body["prefill"]["cached_tokens"] > before - service.engine.limits.block
+        # What lies in the volume is before the model already, and what lies elsewhere comes after it.
+        assert not [p for p in context["passages"] if volume.holds(p["page"], 0)]
+        assert fact is not elsewhere or fact.page in [p["page"] for p in context["passages"]]
+        before = context["prompt_tokens"]
+    await service.http.delete(f"/v1/documents/{report_id}/warm")
+
+
 async def test_a_long_document_warms_on_arrival_and_is_forgotten(eager: Service) -> None:
     planted = report(40, seed=7)
     id = await eager.upload("long.txt", as_text(planted.pages), collection="long")
