@@ -9,47 +9,23 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Literal
 
 from app.citations import Citation, Evidence, cite
-from app.conversation import (
-    NEW,
-    Claim,
-    ConversationFixed,
-    ConversationFull,
-    Earlier,
-    earlier_messages,
-    section_sources,
-)
-from app.prompt import Source, build_messages, question_start
-from app.scope import (
-    Scope,
-    answer_room,
-    aside_room,
-    in_order,
-    may_fit,
-    pages_of,
-    salt_of,
-    volume_source,
-    volumes_of,
-    whole_sources,
-)
+from app.conversation import NEW, Claim, ConversationFixed, ConversationFull
+from app.material import Draft, Material, evidence_of, gather, in_volume
+from app.prompt import build_messages, question_start
+from app.scope import Scope, answer_room, in_order, salt_of
 from app.services import Services
-from app.volumes import Volume, best_within, choose, top_hits
-from retrieval.catalogue import READABLE, Document, StoredPage
+from retrieval.catalogue import READABLE, Document
 from retrieval.conversations import Conversation, ReadAs, ToolResult, Turn
-from retrieval.passage import Section
-from retrieval.search import search
-from serving.engine import Delta, Message, Plan, Prefill, Request, Sampling
+from serving.engine import Delta, Plan, Prefill, Request, Sampling
 from serving.errors import EngineUnavailable, Overloaded, PromptTooLong
 
 Mode = Literal["auto", "whole", "retrieve"]
-# Sources in, messages out: the rest of a question is settled.
-Draft = Callable[[Sequence[Source]], list[Message]]
 
 # Sparse prefill changes answers a little, so a prompt is read that way only for at least a tenth of the wait.
 _WORTH = 0.9
@@ -253,8 +229,6 @@ async def prepare_answer(ask: Ask, services: Services, received: float) -> Prepa
 
 async def _prepare(ask: Ask, claim: Claim | None, services: Services, received: float) -> Prepared:
     timings = Timings()
-    window = services.engine.limits.window
-    max_tokens = ask.max_tokens or answer_room(window)
     past = await asyncio.to_thread(_past, ask, services)
     ids = ask.documents if past is None else past.documents
     documents = await asyncio.to_thread(documents_of, ids, ask.collection, services)
@@ -263,106 +237,60 @@ async def _prepare(ask: Ask, claim: Claim | None, services: Services, received: 
     question, results = await asyncio.to_thread(_redact, ask, services)
     timings.redact = time.perf_counter() - started
 
-    if past is None:
-        fits = may_fit(documents, window, max_tokens)
-        if ask.mode == "whole" and not fits:
-            await asyncio.to_thread(_require_fit, documents, max_tokens, services)
-        whole = ask.mode == "whole" or (ask.mode == "auto" and fits)
-    else:
-        whole = past.mode == "whole"
-    turns = () if past is None else past.turns
-    known = [section for turn in turns for section in turn.sections]
-    opened = None if past is None else await asyncio.to_thread(_reopen, past, documents, services)
-    prompt: list[int] = []
-    sections: list[Section] = []
-    pages: list[StoredPage] = [] if opened is None else opened.pages
-    if whole:
-        started = time.perf_counter()
-        pages = await asyncio.to_thread(pages_of, documents, services.catalogue)
-        sources = whole_sources(documents, pages)
-        draft = _draft(earlier_messages(turns, documents, sources), question, results)
-        prompt = await asyncio.to_thread(_render, draft, [] if turns else sources, services)
-        timings.assemble = time.perf_counter() - started
-        if _too_long(prompt, max_tokens, services):
-            if ask.mode == "whole" or past is not None:
-                raise PromptTooLong(len(prompt), max_tokens, window)
-            whole = False
-    if not whole:
-        first = () if opened is None else (opened.source,)
-        draft = _draft(earlier_messages(turns, documents, first), question, results)
-        started = time.perf_counter()
-        room = window if past is None else await asyncio.to_thread(_room, draft, max_tokens, services)
-        given = known if opened is None else [*known, *opened.sections]
-        sections = await asyncio.to_thread(_retrieve, question, documents, given, room, services)
-        timings.retrieve = time.perf_counter() - started
-        started = time.perf_counter()
-        sections, prompt = await asyncio.to_thread(_fit_sections, sections, documents, draft, max_tokens, services)
-        timings.assemble += time.perf_counter() - started
-
-    request = Request(
-        prompt=prompt,
-        id=f"ask-{uuid.uuid4().hex}",
-        # A namespace that nobody else has holds nothing to be read from the cache.
-        salt=uuid.uuid4().hex,
-        sampling=Sampling(max_tokens=max_tokens),
-        dense_from=await asyncio.to_thread(
-            question_start, prompt, build_messages([], question), services.engine.render_chat
-        ),
-    )
+    started = time.perf_counter()
+    max_tokens = ask.max_tokens or answer_room(services.engine.limits.window)
+    draft = Draft(documents, question, max_tokens, results, past)
+    material = await asyncio.to_thread(gather, ask.mode, draft, services)
     alone = ask.acceleration == "off"
-    scope = Scope.of(documents) if opened is None else opened.scope
     exact = past is not None and past.exact
-    if alone:
-        plan = services.engine.plan(request)
-    else:
-        request, plan = _soonest(request, scope, services, settled=exact)
-    mode: ReadAs = "whole" if whole else "retrieve" if opened is None else "volume"
-    if past is None and ask.mode == "auto" and not (whole or alone):
-        started = time.perf_counter()
-        opened = await asyncio.to_thread(_open_volume, sections, documents, services)
-        if opened is not None:
-            aside = _aside(sections, window)
-            sources = [opened.source, *section_sources(documents, aside)]
-            prompt = await asyncio.to_thread(_render, draft, sources, services)
-            exactly = salt_of(opened.scope, "exact", services.engine, services.key)
-            of_volume = replace(request, prompt=prompt, salt=exactly, prefill="exact", dense_from=None)
-            volume_plan = services.engine.plan(of_volume)
-            if not _too_long(prompt, max_tokens, services) and _is_sooner(volume_plan, plan):
-                request, plan, mode = of_volume, volume_plan, "volume"
-                sections, pages = aside, opened.pages
-        timings.assemble += time.perf_counter() - started
-    exact = exact if alone else request.prefill == "exact"
-    names = {document.id: document.name for document in documents}
-    number = None if claim is None else len(turns) + 1
-    context = Context(
-        mode=mode,
-        documents=tuple(DocumentUsed(d.id, d.name, d.pages) for d in documents),
-        passages=tuple(
-            PassageUsed(s.document, names[s.document], s.page, round(s.score, 4), s.tokens) for s in sections
-        ),
-        prompt_tokens=len(request.prompt),
-        plan=plan,
-        volume=opened.used if opened is not None and mode == "volume" else None,
-        conversation=None if claim is None else claim.id,
-        turn=number,
-    )
-    evidence = [
-        *_whole_evidence(documents, pages),
-        *await asyncio.to_thread(_section_evidence, names, [*known, *sections], services),
-    ]
-    early = scope if whole else None if opened is None else opened.scope
+    request, plan = _request(material, draft, services, alone=alone, settled=exact)
+    early = None if material.mode == "retrieve" else material.scope
+    if ask.mode == "auto" and material.mode == "retrieve" and past is None and not alone:
+        volume = await asyncio.to_thread(in_volume, draft, material, services)
+        if volume is not None:
+            # Read early, it is there for the next question even if this one has its answer sooner without it.
+            early = volume.scope
+            of_volume, volume_plan = _request(volume, draft, services, alone=False, settled=True)
+            if _is_sooner(volume_plan, plan):
+                material, request, plan = volume, of_volume, volume_plan
+    timings.retrieve = material.retrieve
+    timings.assemble = time.perf_counter() - started - material.retrieve
+
+    number = None if claim is None else len(draft.turns) + 1
+    context = _context(material, draft, plan, conversation=None if claim is None else claim.id, turn=number)
+    evidence = await asyncio.to_thread(evidence_of, material, draft, services)
     prepared = Prepared(question, request, context, tuple(evidence), early, received, alone, timings)
     if claim is None or number is None:
         return prepared
     now = datetime.now(UTC)
+    volume_used = None if context.volume is None else (context.volume.document, context.volume.number)
     ids = tuple(document.id for document in documents)
-    volume = None if context.volume is None else (context.volume.document, context.volume.number)
-    conversation = past or Conversation(claim.id, ids, mode, now, volume=volume)
+    conversation = past or Conversation(claim.id, ids, material.mode, now, volume=volume_used)
     return replace(
         prepared,
         claim=claim,
-        conversation=replace(conversation, exact=exact),
-        turn=Turn(number, question, "", now, tuple(sections), results),
+        conversation=replace(conversation, exact=exact if alone else request.prefill == "exact"),
+        turn=Turn(number, question, "", now, tuple(material.sections), results),
+    )
+
+
+def _context(material: Material, draft: Draft, plan: Plan, *, conversation: str | None, turn: int | None) -> Context:
+    names = {document.id: document.name for document in draft.documents}
+    volume = None
+    if material.volume is not None:
+        cut = material.volume.volume
+        volume = VolumeUsed(material.volume.document, cut.number, cut.of, cut.first_page, cut.last_page)
+    return Context(
+        mode=material.mode,
+        documents=tuple(DocumentUsed(d.id, d.name, d.pages) for d in draft.documents),
+        passages=tuple(
+            PassageUsed(s.document, names[s.document], s.page, round(s.score, 4), s.tokens) for s in material.sections
+        ),
+        prompt_tokens=len(material.prompt),
+        plan=plan,
+        volume=volume,
+        conversation=conversation,
+        turn=turn,
     )
 
 
@@ -539,135 +467,6 @@ def documents_of(ids: Sequence[str], collection: str, services: Services) -> lis
     return in_order(documents)
 
 
-def _require_fit(documents: Sequence[Document], max_tokens: int, services: Services) -> None:
-    """Count pages until they cannot fit, however much comes after them: stored counts may be another model's.
-
-    Raises:
-        PromptTooLong: the pages alone leave no room.
-    """
-    window = services.engine.limits.window
-    tokens = 0
-    for document in documents:
-        for page in services.catalogue.pages(document.id):
-            tokens += services.engine.count_tokens(page.text.strip())
-            if tokens + max_tokens > window:
-                raise PromptTooLong(tokens, max_tokens, window, at_least=True)
-
-
-def _draft(earlier: Earlier, question: str, results: tuple[ToolResult, ...]) -> Draft:
-    return partial(
-        build_messages, question=question, results=results, earlier=earlier.messages, number=earlier.sources + 1
-    )
-
-
-def _render(draft: Draft, sources: Sequence[Source], services: Services) -> list[int]:
-    return services.engine.render_chat(draft(sources))
-
-
-def _room(draft: Draft, max_tokens: int, services: Services) -> int:
-    """What is left of the window after a conversation with its new question, and the answer to come."""
-    return max(0, services.engine.limits.window - len(_render(draft, (), services)) - max_tokens)
-
-
-def _too_long(prompt: Sequence[int], max_tokens: int, services: Services) -> bool:
-    return len(prompt) + max_tokens > services.engine.limits.window
-
-
-def _retrieve(
-    question: str, documents: Sequence[Document], known: Sequence[Section], room: int, services: Services
-) -> list[Section]:
-    return search(
-        question,
-        [document.id for document in documents],
-        embedder=services.embedder,
-        vectors=services.vectors,
-        catalogue=services.catalogue,
-        count_tokens=services.engine.count_tokens,
-        token_budget=int(room * services.settings.retrieve_share),
-        limit=services.settings.retrieve_limit,
-        known=known,
-    )
-
-
-def _fit_sections(
-    sections: list[Section], documents: Sequence[Document], draft: Draft, max_tokens: int, services: Services
-) -> tuple[list[Section], list[int]]:
-    """Drop the weakest sections until the prompt fits; with none left, the question itself is too long."""
-    while True:
-        prompt = _render(draft, section_sources(documents, sections), services)
-        if not _too_long(prompt, max_tokens, services):
-            return sections, prompt
-        if not sections:
-            raise PromptTooLong(len(prompt), max_tokens, services.engine.limits.window)
-        weakest = min(sections, key=lambda section: section.score)
-        sections = [section for section in sections if section is not weakest]
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The volume that a question is about: its pages, and how it goes into the prompt."""
-
-    document: str
-    volume: Volume
-    pages: list[StoredPage]
-    source: Source
-
-    @property
-    def scope(self) -> Scope:
-        return Scope((self.document,), self.volume.number)
-
-    @property
-    def used(self) -> VolumeUsed:
-        volume = self.volume
-        return VolumeUsed(self.document, volume.number, volume.of, volume.first_page, volume.last_page)
-
-    @property
-    def sections(self) -> list[Section]:
-        """What need not be found again, for the volume holds it."""
-        return [Section(self.document, part.page, part.start, part.end, "", 0.0, 0) for part in self.volume.parts]
-
-
-def _open_volume(sections: Sequence[Section], documents: Sequence[Document], services: Services) -> _Opened | None:
-    """The volume in which the best sections lie, if the best one is of a long document and they are not spread wide."""
-    hits = top_hits(sections)
-    document = next((document for document in documents if hits and document.id == hits[0].document), None)
-    if document is None or may_fit([document], services.engine.limits.window):
-        return None
-    pages = services.catalogue.pages(document.id)
-    volume = choose(hits, document.id, volumes_of(document, pages, services.engine))
-    return None if volume is None else _opened(document, volume, pages, services)
-
-
-def _reopen(past: Conversation, documents: Sequence[Document], services: Services) -> _Opened | None:
-    """The volume that a conversation began with, if it did."""
-    if past.volume is None:
-        return None
-    id, number = past.volume
-    document = next(document for document in documents if document.id == id)
-    pages = services.catalogue.pages(id)
-    volumes = volumes_of(document, pages, services.engine)
-    if number > len(volumes):
-        raise ConversationFixed(
-            f"conversation {past.id!r} began with volume {number} of document {id!r}, which has {len(volumes)} in the "
-            "model's window of today; start a new conversation"
-        )
-    return _opened(document, volumes[number - 1], pages, services)
-
-
-def _opened(document: Document, volume: Volume, pages: list[StoredPage], services: Services) -> _Opened:
-    source = volume_source(document, volume, pages, services.engine)
-    return _Opened(document.id, volume, volume.pages(pages), source)
-
-
-def _aside(sections: Sequence[Section], window: int) -> list[Section]:
-    """The sections that stand between a volume and the question.
-
-    Those of the volume itself are given once more: right before the question they are found more surely.
-    """
-    hits = top_hits(sections)
-    return best_within([section for section in sections if section in hits], aside_room(window))
-
-
 def _is_sooner(volume: Plan, sections: Plan) -> bool:
     """Whether a volume is read no later than sections: by the engine's estimates, else by what is left to compute."""
     if volume.eta_s is None or sections.eta_s is None:
@@ -675,14 +474,22 @@ def _is_sooner(volume: Plan, sections: Plan) -> bool:
     return volume.eta_s <= sections.eta_s
 
 
-def _whole_evidence(documents: Sequence[Document], pages: Sequence[StoredPage]) -> list[Evidence]:
-    names = {document.id: document.name for document in documents}
-    return [Evidence(p.document, names[p.document], p.number, p.label, p.text) for p in pages]
-
-
-def _section_evidence(names: dict[str, str], sections: Sequence[Section], services: Services) -> list[Evidence]:
-    labels = {(s.document, s.page): services.catalogue.page(s.document, s.page).label for s in sections}
-    return [Evidence(s.document, names[s.document], s.page, labels[s.document, s.page], s.text) for s in sections]
+def _request(
+    material: Material, draft: Draft, services: Services, *, alone: bool, settled: bool
+) -> tuple[Request, Plan]:
+    """The request for a prompt, and how it will be read."""
+    render = services.engine.render_chat
+    request = Request(
+        prompt=material.prompt,
+        id=f"ask-{uuid.uuid4().hex}",
+        # A namespace that nobody else has holds nothing to be read from the cache.
+        salt=uuid.uuid4().hex,
+        sampling=Sampling(max_tokens=draft.max_tokens),
+        dense_from=question_start(material.prompt, build_messages([], draft.question), render),
+    )
+    if alone:
+        return request, services.engine.plan(request)
+    return _soonest(request, material.scope, services, settled=settled)
 
 
 def _soonest(request: Request, scope: Scope, services: Services, *, settled: bool) -> tuple[Request, Plan]:
