@@ -197,7 +197,11 @@ async def test_there_is_room_for_the_last_ones_only(make: Make, catalogue: Catal
     await running.until(scopes[0], "warm")
 
 
-async def test_what_is_driven_out_is_told_and_read_again(make: Make, catalogue: Catalogue) -> None:
+async def test_what_is_driven_out_is_told_and_read_again(
+    make: Make, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Time to look at it before it is read again.
+    monkeypatch.setattr(module, "_CALM_S", 1.0)
     running = make(Script(window=5000, kv_windows=2))
     scope = add(catalogue, "a")
     await start(running)
