@@ -226,14 +226,14 @@ def section(page: int, score: float, document: str = "d", tokens: int = 20) -> S
     ("sections", "number"),
     [
         ([section(1, 0.7)], 1),
-        ([section(1, 0.6), section(4, 0.7)], 2),
+        ([section(1, 0.65), section(4, 0.7)], 2),
         # Two good ones outweigh the best one.
         ([section(1, 0.7), section(3, 0.65), section(4, 0.65)], 2),
         # Far worse ones say nothing.
         ([section(5, 0.7), section(1, 0.4), section(3, 0.4), section(4, 0.3)], 3),
         ([section(1, 0.7), section(3, 0.7), section(5, 0.7)], None),
-        ([section(1, 0.7), section(9, 0.6, "other")], 1),
-        ([section(1, 0.6), section(9, 0.7, "other")], None),
+        ([section(1, 0.7), section(9, 0.65, "other")], 1),
+        ([section(1, 0.65), section(9, 0.7, "other")], None),
         ([section(1, 0.7), section(3, 0.7), section(9, 0.7, "other")], None),
         ([], None),
     ],
