@@ -31,6 +31,9 @@ Mode = Literal["auto", "whole", "retrieve"]
 _WORTH = 0.9
 # Of a shorter prompt most is read densely whatever is chosen, so that an estimate that says otherwise is noise.
 _LEAST_SPARSE_TOKENS = 2048
+# A token at the end of a volume takes about as long as so many of short passages (docs/log.md). Estimates may err by
+# far more: what slowed the engine down while it read deep in a volume, they take for the price of depth.
+_DEEP = 3
 _PROGRESS_EVERY_S = 1.0
 
 
@@ -468,7 +471,9 @@ def documents_of(ids: Sequence[str], collection: str, services: Services) -> lis
 
 
 def _is_sooner(volume: Plan, sections: Plan) -> bool:
-    """Whether a volume is read no later than sections: by the engine's estimates, else by what is left to compute."""
+    """Whether a volume is read no later than sections: by the estimates, or because so little of it is left."""
+    if volume.tokens_to_compute * _DEEP <= sections.tokens_to_compute:
+        return True
     if volume.eta_s is None or sections.eta_s is None:
         return volume.tokens_to_compute <= sections.tokens_to_compute
     return volume.eta_s <= sections.eta_s

@@ -38,7 +38,7 @@ _BREAKS = ("\n\n", "\n", "。", ". ", " ")
 
 # Of the best hits, those whose score comes near that of the best one decide which volume a question is about.
 _TOP_HITS = 5
-_NEAR = 0.8
+_NEAR = 0.9
 _MOST_PLACES = 2
 
 

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.answer import _is_sooner
 from app.prompt import build_messages
 from app.scope import Scope, common_prompt, prompt_of, salt_of, scopes_of, volume_source, volumes_of
 from app.volumes import MARK_TOKENS, Volume, best_within, card, choose, cut, heading_level, headings, top_hits
 from app.warmer import Warmer, Warmth
 from retrieval.catalogue import Catalogue, StoredPage
 from retrieval.passage import Section
-from serving.engine import Request
+from serving.engine import Plan, Request
 from serving.scripted_engine import Script, ScriptedEngine
 from tests.conftest import Service
 from tests.documents import Report, as_text, report
@@ -225,14 +226,14 @@ def section(page: int, score: float, document: str = "d", tokens: int = 20) -> S
     ("sections", "number"),
     [
         ([section(1, 0.7)], 1),
-        ([section(1, 0.6), section(4, 0.7)], 2),
+        ([section(1, 0.65), section(4, 0.7)], 2),
         # Two good ones outweigh the best one.
         ([section(1, 0.7), section(3, 0.65), section(4, 0.65)], 2),
         # Far worse ones say nothing.
         ([section(5, 0.7), section(1, 0.4), section(3, 0.4), section(4, 0.3)], 3),
         ([section(1, 0.7), section(3, 0.7), section(5, 0.7)], None),
-        ([section(1, 0.7), section(9, 0.6, "other")], 1),
-        ([section(1, 0.6), section(9, 0.7, "other")], None),
+        ([section(1, 0.7), section(9, 0.65, "other")], 1),
+        ([section(1, 0.65), section(9, 0.7, "other")], None),
         ([section(1, 0.7), section(3, 0.7), section(9, 0.7, "other")], None),
         ([], None),
     ],
@@ -246,6 +247,22 @@ def test_the_best_passages_that_have_room_keep_their_order() -> None:
     sections = [section(1, 0.5), section(2, 0.9, tokens=50), section(3, 0.7), section(4, 0.8, tokens=90)]
     assert best_within(sections, 100) == [sections[0], sections[1], sections[2]]
     assert best_within(sections, 19) == []
+
+
+@pytest.mark.parametrize(
+    ("volume", "sections", "sooner"),
+    [
+        (Plan("warm", 170, 0.4), Plan("exact", 1100, 0.7), True),
+        (Plan("warm", 400, 0.8), Plan("exact", 1100, 0.7), False),
+        (Plan("exact", 3000, 6.0), Plan("exact", 1100, 0.7), False),
+        # An estimate that takes a slow machine for depth does not count where hardly anything is left to read.
+        (Plan("warm", 170, 3.4), Plan("exact", 1100, 1.4), True),
+        (Plan("warm", 400, None), Plan("exact", 1100, None), True),
+        (Plan("exact", 3000, None), Plan("exact", 1100, 0.7), False),
+    ],
+)
+def test_a_volume_is_taken_when_it_is_read_no_later(volume: Plan, sections: Plan, sooner: bool) -> None:
+    assert _is_sooner(volume, sections) is sooner
 
 
 # --- prompts, namespaces and what is stored ---
