@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ class Service:
     http: httpx.AsyncClient
     url: str
     services: Services
+
+    @contextmanager
+    def scripted(self, **changes: Any) -> Iterator[None]:
+        """The engine behaves differently for a while."""
+        script = self.engine.script
+        self.engine.script = replace(script, **changes)
+        try:
+            yield
+        finally:
+            self.engine.script = script
 
     @property
     def engine(self) -> ScriptedEngine:

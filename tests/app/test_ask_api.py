@@ -6,8 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,24 +38,13 @@ async def _events(service: Service, question: str, **fields: Any) -> list[tuple[
     return events
 
 
-@contextmanager
-def _scripted(service: Service, **changes: Any) -> Iterator[None]:
-    """The engine behaves differently for a while."""
-    script = service.engine.script
-    service.engine.script = replace(script, **changes)
-    try:
-        yield
-    finally:
-        service.engine.script = script
-
-
 async def _prepared(service: Service, ask: Ask) -> Prepared:
     return await prepare_answer(ask, service.services, time.perf_counter())
 
 
 async def _read_exactly(service: Service, document: str) -> None:
     """Give the engine an idea of how long it takes to read this document."""
-    with _scripted(service, seconds_per_token=1e-4):
+    with service.scripted(seconds_per_token=1e-4):
         await service.ask("How fast is it read?", documents=[document], acceleration="off")
 
 
@@ -162,7 +150,7 @@ SPARSE = {"selector": "alpha:0.02", "seconds_per_token": 1e-4}
 async def test_a_prompt_is_read_sparsely_where_that_is_sooner(service: Service) -> None:
     id = await service.upload("wide.txt", b"The fourth boat is called Heron. " * 300, collection="wide")
     await _read_exactly(service, id)
-    with _scripted(service, **SPARSE):
+    with service.scripted(**SPARSE):
         body = (await service.ask("What is it called?", documents=[id])).json()
     request = service.engine.requests[-1]
     assert request.prefill == "sparse"
@@ -190,7 +178,7 @@ async def test_a_prompt_is_read_exactly_otherwise(
     id = await service.upload("narrow.txt", b"The fifth boat is called Egret. " * 300, collection="narrow")
     await _read_exactly(service, id)
     ask = Ask("What is it called?", documents=(id,), acceleration=acceleration)
-    with _scripted(service, **changes):
+    with service.scripted(**changes):
         prepared = await _prepared(service, ask)
     assert (prepared.request.prefill, prepared.context.plan.path) == ("exact", "exact")
     assert prepared.alone == (acceleration == "off")
@@ -199,7 +187,7 @@ async def test_a_prompt_is_read_exactly_otherwise(
 async def test_a_short_prompt_is_read_exactly_whatever_the_estimate_says(service: Service) -> None:
     id = await service.upload("brief.txt", b"The ninth boat is called Plover. " * 100, collection="brief")
     await _read_exactly(service, id)
-    with _scripted(service, **SPARSE):
+    with service.scripted(**SPARSE):
         prepared = await _prepared(service, Ask("What is it called?", documents=(id,)))
     assert 500 < prepared.context.plan.tokens_to_compute < 2048
     assert (prepared.request.prefill, prepared.context.plan.path) == ("exact", "exact")
@@ -208,7 +196,7 @@ async def test_a_short_prompt_is_read_exactly_whatever_the_estimate_says(service
 async def test_a_prompt_is_read_exactly_without_an_estimate(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     id = await service.upload("first.txt", b"The sixth boat is called Stilt. " * 300, collection="first")
     monkeypatch.setattr(service.engine, "_speed", PrefillSpeed())
-    with _scripted(service, **SPARSE):
+    with service.scripted(**SPARSE):
         prepared = await _prepared(service, Ask("What is it called?", documents=(id,)))
     assert (prepared.request.prefill, prepared.context.plan.eta_s) == ("exact", None)
 
@@ -219,7 +207,7 @@ async def test_modes_and_selectors_share_no_cache(service: Service) -> None:
     await _read_exactly(service, id)
     salts = []
     for selector in (None, "alpha:0.02", "alpha:0.05", "alpha:0.02", None):
-        with _scripted(service, **{**SPARSE, "selector": selector}):
+        with service.scripted(**{**SPARSE, "selector": selector}):
             salts.append((await _prepared(service, ask)).request.salt)
     assert len(set(salts)) == 3
     assert salts[:2] == salts[:2:-1]
@@ -228,7 +216,7 @@ async def test_modes_and_selectors_share_no_cache(service: Service) -> None:
 async def test_documents_that_were_read_sparsely_are_found_in_the_cache(service: Service) -> None:
     id = await service.upload("again.txt", b"The eighth boat is called Avocet. " * 300, collection="again")
     await _read_exactly(service, id)
-    with _scripted(service, **SPARSE):
+    with service.scripted(**SPARSE):
         paths = [
             (await service.ask(question, documents=[id])).json()["prefill"]["path"]
             for question in ("What is it called?", "And what is that?")
@@ -318,7 +306,7 @@ async def test_progress_comes_while_the_prompt_is_read(service: Service, report_
 
 async def test_questions_without_acceleration_wait_for_their_turn_and_say_so(service: Service, report_id: str) -> None:
     exact = {"documents": [report_id], "acceleration": "off"}
-    with _scripted(service, first_token_s=1.6):
+    with service.scripted(first_token_s=1.6):
         first = asyncio.create_task(_events(service, "Who is first?", **exact))
         while not service.engine.stats.pending:
             await asyncio.sleep(0.02)
@@ -340,7 +328,7 @@ async def test_questions_without_acceleration_wait_for_their_turn_and_say_so(ser
 
 async def test_those_who_wait_for_their_turn_count_as_pending(service: Service, report_id: str) -> None:
     exact = {"documents": [report_id], "acceleration": "off"}
-    with _scripted(service, first_token_s=0.6, max_pending=3):
+    with service.scripted(first_token_s=0.6, max_pending=3):
         answers = await asyncio.gather(*(service.ask(f"Who is number {n}?", **exact) for n in range(8)))
     statuses = sorted(answer.status_code for answer in answers)
     assert statuses == [200, 200, 200, *[429] * 5]
@@ -349,7 +337,7 @@ async def test_those_who_wait_for_their_turn_count_as_pending(service: Service, 
 
 async def test_leaving_the_queue_leaves_nothing_behind(service: Service, report_id: str) -> None:
     ask = Ask("Will you wait?", documents=(report_id,), acceleration="off")
-    with _scripted(service, first_token_s=30.0):
+    with service.scripted(first_token_s=30.0):
         answers = [answer(await _prepared(service, ask), service.services) for _ in range(2)]
         steps = []
         for events in answers:
@@ -397,7 +385,7 @@ async def test_a_question_keeps_the_database_off_the_event_loop(
 async def test_the_default_length_of_an_answer_leaves_room_in_a_small_window(
     service: Service, report_id: str, window: int, longest: int
 ) -> None:
-    with _scripted(service, window=window):
+    with service.scripted(window=window):
         response = await service.ask("Where is the key?", documents=[report_id])
     assert response.status_code == 200, response.text
     assert service.engine.requests[-1].sampling.max_tokens == longest
@@ -491,7 +479,7 @@ async def test_metrics_count_what_was_read_sparsely_and_what_was_not(service: Se
     await _read_exactly(service, id)
     names = ("foreword_kept_pages_total", "foreword_total_pages_total")
     before = [value(name) for name in names]
-    with _scripted(service, **SPARSE):
+    with service.scripted(**SPARSE):
         prefill = (await service.ask("What is it called?", documents=[id])).json()["prefill"]
     kept, total = (value(name) - old for name, old in zip(names, before, strict=True))
     assert (kept, total) == (prefill["kept_pages"], prefill["total_pages"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,17 +40,6 @@ async def boat(service: Service) -> str:
     name = f"boat {time.monotonic_ns()}"
     text = f"The {name} is called Linnet. " + "Its deck is washed every morning. " * 150
     return await service.upload("boat.txt", text.encode(), collection="talk")
-
-
-@contextmanager
-def _scripted(service: Service, **changes: Any) -> Iterator[None]:
-    """The engine behaves differently for a while."""
-    script = service.engine.script
-    service.engine.script = replace(script, **changes)
-    try:
-        yield
-    finally:
-        service.engine.script = script
 
 
 async def _say(service: Service, question: str, conversation: str = NEW, **fields: Any) -> dict[str, Any]:
@@ -167,7 +154,7 @@ async def test_later_sections_take_a_share_of_what_is_left(
 ) -> None:
     conversation = await _begin(service, report_id, mode="retrieve")
     prompt = len(_last_prompt(service))
-    with _scripted(service, window=prompt + 64 + 800):
+    with service.scripted(window=prompt + 64 + 800):
         body = await _say(service, long_report.facts[6].question, conversation, max_tokens=64)
     new = sum(passage["tokens"] for passage in body["context"]["passages"])
     assert 0 < new <= 800
@@ -299,7 +286,7 @@ async def test_conversations_are_listed_and_shown(service: Service, boat: str) -
 
 async def test_one_question_at_a_time(service: Service, boat: str) -> None:
     conversation = await _begin(service, boat)
-    with _scripted(service, first_token_s=0.5):
+    with service.scripted(first_token_s=0.5):
         answers = await asyncio.gather(*(service.ask(f"Number {n}?", conversation=conversation) for n in range(6)))
     refused = [response for response in answers if response.status_code != 200]
     assert len(refused) == 5
@@ -320,7 +307,7 @@ async def test_a_client_that_leaves_midway_leaves_it_as_it_was(
 ) -> None:
     conversation = await _begin(service, boat)
     asked = len(service.engine.requests)
-    with _scripted(service, first_token_s=first, gap_s=gap):
+    with service.scripted(first_token_s=first, gap_s=gap):
         async with httpx.AsyncClient(base_url=service.url, trust_env=False) as leaver:
             body = {"question": "Will you stay?", "conversation": conversation, "stream": stream}
             call = asyncio.create_task(leaver.post("/v1/ask", json=body))
@@ -407,7 +394,7 @@ async def test_a_turn_is_stored_before_the_next_one_comes_whoever_leaves(
 
 async def test_an_engine_that_dies_leaves_it_as_it_was(service: Service, boat: str) -> None:
     conversation = await _begin(service, boat)
-    with _scripted(service, gap_s=1.0):
+    with service.scripted(gap_s=1.0):
         asking = asyncio.create_task(service.ask("Are you alive?", conversation=conversation))
         while not service.engine.stats.pending:
             await asyncio.sleep(0.01)
@@ -436,7 +423,7 @@ def test_a_claim_is_released_once() -> None:
 async def test_a_full_conversation_is_refused_with_numbers(service: Service, boat: str) -> None:
     conversation = await _begin(service, boat)
     prompt = len(_last_prompt(service))
-    with _scripted(service, window=prompt + 80):
+    with service.scripted(window=prompt + 80):
         response = await service.ask("And what else?", conversation=conversation, max_tokens=80)
         assert _refused(response) == (400, "conversation_full")
         message = response.json()["error"]["message"]
@@ -447,7 +434,7 @@ async def test_a_full_conversation_is_refused_with_numbers(service: Service, boa
 
 async def test_a_full_conversation_of_sections_is_refused_too(service: Service, report_id: str) -> None:
     conversation = await _begin(service, report_id)
-    with _scripted(service, window=len(_last_prompt(service)) + 20):
+    with service.scripted(window=len(_last_prompt(service)) + 20):
         response = await service.ask("And what else?", conversation=conversation, max_tokens=20)
     assert _refused(response) == (400, "conversation_full")
     assert len((await _shown(service, conversation))["turns"]) == 1
@@ -463,10 +450,10 @@ async def test_a_conversation_moves_once_from_sparse_to_exact(
     text = f"The schooner {time.monotonic_ns()} is called Heron. " + "It lies in the harbour. " * 400
     id = await service.upload("schooner.txt", text.encode(), collection="schooners")
     other = await service.upload("pace.txt", b"The cutter is slow to read. " * 300, collection="schooners")
-    with _scripted(service, seconds_per_token=1e-4):
+    with service.scripted(seconds_per_token=1e-4):
         await service.ask("How fast is it read?", documents=[other], acceleration="off")
     exact = salt_of(Scope((id,)), "exact", service.engine, service.services.key)
-    with _scripted(service, selector="alpha:0.02", seconds_per_token=1e-4):
+    with service.scripted(selector="alpha:0.02", seconds_per_token=1e-4):
         first = await _say(service, "What is it called?", documents=[id])
         conversation = first["context"]["conversation"]
         await _say(service, "Where does it lie?", conversation)
@@ -533,7 +520,7 @@ async def test_an_answer_about_a_document_deleted_meanwhile_is_not_stored(
     service: Service, boat: str, begun: bool
 ) -> None:
     scope = {"conversation": await _begin(service, boat)} if begun else {"conversation": NEW, "documents": [boat]}
-    with _scripted(service, gap_s=0.3):
+    with service.scripted(gap_s=0.3):
         asking = asyncio.create_task(service.ask("What is it called?", **scope))
         while not service.engine.stats.pending:
             await asyncio.sleep(0.01)
