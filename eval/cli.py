@@ -33,6 +33,7 @@ _ARMS = (
     "sparse+select=alpha:0.02."
 )
 Arms = Annotated[str, typer.Option(help=_ARMS)]
+AtOnce = Annotated[int, typer.Option(min=1, help="Prompts that are sent together.")]
 Seed = Annotated[int, typer.Option(help="Decides every prompt.")]
 Out = Annotated[Path | None, typer.Option(help="File for the results (JSON lines); it must not exist yet.")]
 Engine = Annotated[
@@ -57,7 +58,8 @@ def main() -> None:
 def speed(
     arms: Annotated[str | None, typer.Option(help=f"{_ARMS} Default exact,again.")] = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048,4096",
-    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of prompts of each length.")] = 6,
+    at_once: AtOnce = 1,
     sweep: Annotated[
         str | None, typer.Option(help="Engines instead of arms, such as 'chunk=256,512 kv=auto,fp8 quant=none,fp8'.")
     ] = None,
@@ -84,11 +86,13 @@ def speed(
             raise BadArms("--sweep makes its own arms; give either --sweep or --arms")
         chosen = sweep_arms(sweep.split()) if sweep else parse_arms(arms or "exact,again")
         sizes = _numbers(lengths)
-        about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen]}
-        with results_file(path) as results, _progress(len(chosen) * len(sizes) * repeats, "prompts") as step:
+        about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen], "at_once": at_once}
+        with results_file(path) as results, _progress(len(chosen) * len(sizes) * repeats, "rounds") as step:
             results.add("identity", about)
             server = partial(opened, config=config, say=_say)
-            run = run_speed(chosen, sizes, repeats, server, seed=seed, results=results, say=_say, step=step)
+            run = run_speed(
+                chosen, sizes, repeats, server, seed=seed, results=results, say=_say, step=step, at_once=at_once
+            )
             measured = asyncio.run(run)
             results.add("summary", asdict(measured))
     if as_json:
@@ -111,6 +115,7 @@ def quality(
     lengths: Annotated[str | None, typer.Option(help="These lengths instead of the suite's.")] = None,
     contexts: Annotated[int | None, typer.Option(min=1, help="Contexts of each task and length.")] = None,
     engine: Engine = "vllm",
+    at_once: AtOnce = 1,
     seed: Seed = 0,
     out: Out = None,
     as_json: AsJson = False,
@@ -140,12 +145,13 @@ def quality(
             "engine": runs,
             "arms": [asdict(arm) for arm in chosen],
             "suite": asdict(asked),
+            "at_once": at_once,
         }
         total = sum(1 for _ in asked.contexts) * len(chosen)
         with results_file(path) as results, _progress(total, "contexts") as step:
             results.add("identity", about)
             server = partial(opened, config=config, say=_say, engine=runs)
-            run = run_quality(chosen, asked, server, seed=seed, results=results, step=step)
+            run = run_quality(chosen, asked, server, seed=seed, results=results, step=step, at_once=at_once)
             report = replace(asyncio.run(run), skipped=skipped)
             results.add("summary", summary(report))
     _show(report, about, as_json)

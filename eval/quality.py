@@ -6,11 +6,12 @@ share nothing. Requests go one at a time, so that a run repeated on the same eng
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tomllib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -228,10 +229,12 @@ async def run_quality(
     seed: int,
     results: Results,
     step: Callable[[], None],
+    at_once: int = 1,
 ) -> Report:
     """Ask every question of the suite through every arm.
 
     Args:
+        at_once: contexts of an arm that are in work together; their times then mean nothing.
         open_server: what serves a variant, such as `serve.opened` with its settings.
         step: called after each context of each arm.
 
@@ -251,13 +254,15 @@ async def run_quality(
                     server.require(arm)
                 results.add("engine", {"variant": str(variant), **server.about})
                 contexts = contexts or list(_build(suite, seed, server))
-                for number, context in enumerate(contexts):
+                for number, start in enumerate(range(0, len(contexts), at_once)):
+                    together = contexts[start : start + at_once]
                     # Whatever drifts over time meets both first and last arms alike.
                     for arm in group if number % 2 == 0 else reversed(group):
-                        async for answer in _ask(context, arm, server):
-                            answers.append(answer)
-                            results.add("answer", asdict(answer))
-                        step()
+                        for given in await asyncio.gather(*(_ask(context, arm, server) for context in together)):
+                            answers += given
+                            for answer in given:
+                                results.add("answer", asdict(answer))
+                            step()
         except (StartError, BadArms) as error:
             if not answers:
                 raise
@@ -286,8 +291,9 @@ def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
             raise BadArms(str(error)) from error
 
 
-async def _ask(context: Context, arm: Arm, server: Server) -> AsyncIterator[Answer]:
+async def _ask(context: Context, arm: Arm, server: Server) -> list[Answer]:
     salt = uuid.uuid4().hex
+    answers = []
     for number, question in enumerate(context.questions):
         served = await server.serve(
             messages_of(context.sources, question, arm.keep),
@@ -296,7 +302,8 @@ async def _ask(context: Context, arm: Arm, server: Server) -> AsyncIterator[Answ
             max_tokens=question.max_tokens,
             logprobs=_LOGPROBS,
         )
-        yield _scored(context, question, number, arm, served)
+        answers.append(_scored(context, question, number, arm, served))
+    return answers
 
 
 def _scored(context: Context, question: Question, number: int, arm: Arm, served: Served) -> Answer:

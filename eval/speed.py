@@ -1,10 +1,12 @@
 """Time to first token, paired: every arm reads the same unique prompts and gives one token.
 
 Lengths go upwards until the first one that fails. Arms that share an engine alternate; engines run one after another.
+Prompts are sent one after another, or some at once, and then the next ones when all of those have been read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,10 +32,11 @@ _TASK = "facts-single"
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request of one arm."""
+    """One request of one arm; those of a round were sent at once."""
 
     arm: str
     length: int
+    round: int
     number: int
     served: Served
 
@@ -42,8 +45,10 @@ class Timed:
 class Row:
     """One arm at one length. Times in seconds, medians over the prompts, but the longest step, which is the maximum.
 
-    `ratio` is the arm's TTFT over the control's: of geometric means, with its bootstrap interval over the prompts. It
-    is None for the control. `memory` is the peak of everything that the arm's engine has done so far.
+    `last` is the median over the rounds of the time until all of a round's prompts have their first token, and
+    `tokens_per_s` is what was read in that time. `ratio` is the arm's TTFT over the control's: of geometric means, with
+    its bootstrap interval over the prompts. It is None for the control. `memory` is the peak of everything that the
+    arm's engine has done so far.
     """
 
     arm: str
@@ -54,6 +59,7 @@ class Row:
     queue: float | None
     read: float | None
     rest: float | None
+    last: float
     longest_step: float | None
     tokens_per_s: float | None
     cached_tokens: int | None
@@ -83,10 +89,12 @@ async def run_speed(
     results: Results,
     say: Callable[[str], None],
     step: Callable[[], None],
+    at_once: int = 1,
 ) -> Speed:
-    """Read `repeats` unique prompts of each length through every arm.
+    """Read `repeats` rounds of unique prompts of each length through every arm.
 
     Args:
+        at_once: prompts of a round.
         open_server: what serves a variant, such as `serve.opened` with its settings.
         step: called after each timed prompt of each arm.
 
@@ -110,9 +118,10 @@ async def run_speed(
                 results.add("engine", {"variant": str(variant), **server.about})
                 # What the control cannot read, nobody is asked to.
                 for length in sorted(lengths if place == 0 else prompts):
-                    failure = _prompts(prompts, length, repeats, seed, server) if place == 0 else None
+                    failure = _prompts(prompts, length, repeats * at_once, seed, server) if place == 0 else None
                     if failure is None:
-                        new, failure = await _time_length(group, length, prompts[length], server, results, step)
+                        run = _Run(length, prompts[length], at_once, server, results, step)
+                        new, failure = await _time_length(group, run)
                         timed += new
                     memory |= {(arm.name, length): _memory(variant.url) for arm in group}
                     if failure is not None:
@@ -137,7 +146,7 @@ async def run_speed(
     return Speed(tuple(rows), tuple(limits), _unwanted_hits(arms, timed))
 
 
-def _prompts(prompts: dict[int, list[Context]], length: int, repeats: int, seed: int, server: Server) -> str | None:
+def _prompts(prompts: dict[int, list[Context]], length: int, timed: int, seed: int, server: Server) -> str | None:
     """Make the prompts of a length, one more than is timed; says why when the model cannot read them."""
     if not isinstance(server, EngineServer):
         raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
@@ -155,35 +164,43 @@ def _prompts(prompts: dict[int, list[Context]], length: int, repeats: int, seed:
                 questions=1,
                 count_prompt=server.count_prompt,
             )
-            for number in range(repeats + 1)
+            for number in range(timed + 1)
         ]
     except ValueError as error:
         return str(error)
     return None
 
 
-async def _time_length(
-    group: Sequence[Arm],
-    length: int,
-    contexts: Sequence[Context],
-    server: Server,
-    results: Results,
-    step: Callable[[], None],
-) -> tuple[list[Timed], str | None]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is read of one length, how many at once, and by whom."""
+
+    length: int
+    contexts: Sequence[Context]
+    at_once: int
+    server: Server
+    results: Results
+    step: Callable[[], None]
+
+
+async def _time_length(group: Sequence[Arm], run: _Run) -> tuple[list[Timed], str | None]:
     """The timed requests of a length, and why it failed if it did. The last prompt warms each arm up."""
     timed: list[Timed] = []
-    *counted, spare = contexts
+    *counted, spare = run.contexts
     for arm in group:
-        if error := (await _serve_once(spare, arm, server)).error:
+        if error := (await _serve_once(spare, arm, run.server)).error:
             return [], f"{arm.name}: {error}"
-    for number, context in enumerate(counted):
+    for number, start in enumerate(range(0, len(counted), run.at_once)):
+        contexts = counted[start : start + run.at_once]
         for arm in group if number % 2 == 0 else reversed(group):
-            one = Timed(arm.name, length, number, await _serve_once(context, arm, server))
-            results.add("request", asdict(one))
-            if one.served.error:
-                return [], f"{arm.name}: {one.served.error}"
-            timed.append(one)
-            step()
+            together = await asyncio.gather(*(_serve_once(context, arm, run.server) for context in contexts))
+            for place, served in enumerate(together, start):
+                one = Timed(arm.name, run.length, number, place, served)
+                run.results.add("request", asdict(one))
+                timed.append(one)
+            if error := next((served.error for served in together if served.error), None):
+                return [], f"{arm.name}: {error}"
+            run.step()
     return timed, None
 
 
@@ -199,27 +216,29 @@ def _limit(group: Sequence[Arm], length: int, good: int | None, failure: str) ->
 
 
 def _row(arm: str, control: str, length: int, timed: Sequence[Timed], memory: int | None, seed: int) -> Row:
-    served = {one.number: one.served for one in timed if (one.arm, one.length) == (arm, length)}
+    mine = [one for one in timed if (one.arm, one.length) == (arm, length)]
+    served = {one.number: one.served for one in mine}
     controls = {one.number: one.served for one in timed if (one.arm, one.length) == (control, length)}
     ratio = faster = None
     if arm != control and (numbers := sorted(served.keys() & controls.keys())):
         pairs = [(_ttft(served[number]), _ttft(controls[number])) for number in numbers]
-        ratio = ratio_of_geometric_means([mine for mine, _ in pairs], [other for _, other in pairs], seed)
-        faster = fmean(mine < other for mine, other in pairs)
+        ratio = ratio_of_geometric_means([ttft for ttft, _ in pairs], [other for _, other in pairs], seed)
+        faster = fmean(ttft < other for ttft, other in pairs)
     ones = list(served.values())
-    ttft = median(_ttft(one) for one in ones)
+    rounds = [[one.served for one in mine if one.round == number] for number in sorted({one.round for one in mine})]
     tokens = _known(fmean, [one.prompt_tokens for one in ones])
     return Row(
         arm=arm,
         length=length,
         n=len(ones),
         prompt_tokens=tokens,
-        ttft=ttft,
+        ttft=median(_ttft(one) for one in ones),
         queue=_known(median, [one.queue for one in ones]),
         read=_known(median, [one.read for one in ones]),
         rest=_known(median, [one.rest for one in ones]),
+        last=median(max(map(_ttft, together)) for together in rounds),
         longest_step=_known(max, [one.longest_step for one in ones]),
-        tokens_per_s=None if tokens is None else tokens / ttft,
+        tokens_per_s=_known(median, [_throughput(together) for together in rounds]),
         cached_tokens=_known(max, [one.cached_tokens for one in ones]),
         paths=tuple(sorted({one.path for one in ones})),
         density=_known(fmean, [one.density for one in ones]),
@@ -232,6 +251,12 @@ def _row(arm: str, control: str, length: int, timed: Sequence[Timed], memory: in
 def _known(measure: Callable[[list[Any]], Any], values: Sequence[Any]) -> Any:
     """The measure of the values, or None when one of them is not known."""
     return None if any(value is None for value in values) else measure(list(values))
+
+
+def _throughput(together: Sequence[Served]) -> float | None:
+    """Prompt tokens a second, until the last of the prompts that were sent at once has been read."""
+    tokens = _known(sum, [one.prompt_tokens for one in together])
+    return None if tokens is None else tokens / max(map(_ttft, together))
 
 
 def _ttft(served: Served) -> float:

@@ -6,6 +6,7 @@ import io
 import json
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,20 @@ async def test_an_arm_that_drops_half_of_the_context_is_inferior(results: Result
 
 async def test_the_same_arm_twice_passes(results: Results) -> None:
     assert (await run("exact,again", results)).passed
+
+
+async def test_contexts_in_work_together_are_answered_as_one_after_another(results: Results) -> None:
+    server = opener(Script())
+    one, some = [
+        await run_quality(
+            parse_arms("exact,half"), SUITE, server, seed=0, results=results, step=lambda: None, at_once=at_once
+        )
+        for at_once in (1, 4)
+    ]
+    key = attrgetter("arm", "context", "question")
+    said = [[(key(a), a.served.text, a.score) for a in sorted(report.answers, key=key)] for report in (one, some)]
+    assert said[0] == said[1]
+    assert some.unwanted_hits == 0
 
 
 async def test_few_samples_are_no_pass(results: Results) -> None:

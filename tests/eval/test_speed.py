@@ -21,7 +21,9 @@ from tests.eval.reading_engine import ReadingEngine, opener
 SLOW = Script(seconds_per_token=5e-5, window=1500)
 
 
-async def run(arms: str, lengths: list[int], results: Results, open_server: OpenServer | None = None) -> Speed:
+async def run(
+    arms: str, lengths: list[int], results: Results, open_server: OpenServer | None = None, at_once: int = 1
+) -> Speed:
     return await run_speed(
         parse_arms(arms),
         lengths,
@@ -31,6 +33,7 @@ async def run(arms: str, lengths: list[int], results: Results, open_server: Open
         results=results,
         say=lambda _: None,
         step=lambda: None,
+        at_once=at_once,
     )
 
 
@@ -51,6 +54,24 @@ async def test_lengths_go_upwards_until_one_fails(results: Results, lines: io.St
     assert [request["arm"] for request in requests[:4]] == ["exact", "again", "again", "exact"]
     assert json.loads(json.dumps(asdict(speed)))["rows"]
     assert "exact" in speed_table(speed)
+
+
+async def test_prompts_that_are_sent_at_once_wait_for_each_other(results: Results, lines: io.StringIO) -> None:
+    engines: list[ReadingEngine] = []
+    speed = await run("exact,again", [800], results, opener(SLOW, engines), at_once=3)
+    requests = [json.loads(line) for line in lines.getvalue().splitlines()[1:]]
+    assert [(one["arm"], one["round"], one["number"]) for one in requests[:9]] == [
+        *(("exact", 0, number) for number in range(3)),
+        *(("again", 0, number) for number in range(3)),
+        *(("again", 1, number) for number in range(3, 6)),
+    ]
+    assert [(row.n, row.ratio is None) for row in speed.rows] == [(12, True), (12, False)]
+    for row in speed.rows:
+        assert row.ttft < row.last
+        assert row.prompt_tokens is not None
+        assert row.tokens_per_s == pytest.approx(3 * row.prompt_tokens / row.last, rel=0.05)
+    prompts = [tuple(one.prompt) for one in engines[0].requests]
+    assert [prompts.count(one) for one in dict.fromkeys(prompts)] == [2] * 13
 
 
 async def test_what_is_read_before_makes_the_first_token_sooner(results: Results) -> None:
