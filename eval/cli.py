@@ -252,6 +252,48 @@ def warming(
 
 
 @cli.command()
+def tiers(
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048,4096",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 3,
+    shape: Annotated[str | None, typer.Option(help="Random weights of a shape, 8b or tiny.")] = None,
+    seed: Seed = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bringing a prompt back from slower memory, against computing it anew. Files are written to the data folder."""
+    from eval.identity import identity
+    from eval.results import default_path, results_file
+    from eval.shapes import with_shape
+    from eval.tiers import measure_tiers, tier_lines
+
+    path = out or default_path("tiers")
+    with _told():
+        config = _settings().engine_config
+        sizes = _numbers(lengths)
+        parent = config.kv_disk.parent if config.kv_disk else None
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        with (
+            results_file(path) as results,
+            _progress(2 * len(sizes) * repeats, "prompts") as step,
+            # Not among the service's own files, but on the same disk.
+            TemporaryDirectory(prefix="eval-tiers-", dir=parent) as folder,
+        ):
+            config = with_shape(config, shape) if shape else config
+            about = identity(seed=seed, config=replace(config, kv_disk=None))
+            results.add("identity", about)
+            config = replace(config, kv_disk=Path(folder))
+            run = measure_tiers(config, sizes, repeats, seed=seed, results=results, say=_say, step=step)
+            measured = asyncio.run(run)
+            results.add("summary", {"tiers": [asdict(tier) for tier in measured]})
+    if as_json:
+        print(json.dumps({**about, "tiers": [asdict(tier) for tier in measured]}, indent=2))
+    else:
+        print("\n".join(tier_lines(measured)))
+    _say(f"every request is in {path}")
+
+
+@cli.command()
 def memory(
     url: Annotated[str, typer.Option(help="A running service on this machine.")] = "http://127.0.0.1:8000",
 ) -> None:

@@ -260,6 +260,23 @@ class VllmEngine:
             for name in self._disk.namespaces() - set(map(namespace, salts)):
                 self._disk.remove(name)
 
+    @property
+    def keeps_in_host_memory(self) -> bool:
+        """Whether what was read to be kept goes from the card's memory to the host's."""
+        return self._tiers
+
+    async def clear_memory(self) -> None:
+        """Give up every cached block of the device; slower memory keeps its own.
+
+        Raises:
+            EngineUnavailable: the engine takes no requests now.
+            ServingError: a request, or a block on its way to slower memory, still needs some.
+        """
+        if self._llm is None:
+            raise EngineUnavailable(f"the engine is {self.state.phase}: {self.state.reason}")
+        if not await self._llm.reset_prefix_cache():
+            raise ServingError("the cache is in use and cannot be cleared; wait until nothing is read or answered")
+
     def count_tokens(self, text: str) -> int:
         return self._chat.count(text)
 
