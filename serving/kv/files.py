@@ -211,8 +211,8 @@ class KvFiles:
         if (folders[-1].bytes if folders else 0) + size > self._quota:
             return KvDisk("full", used, self._quota, "what was used last fills the quota alone")
         try:
-            # Over the quota, older files make room for a new one.
-            _reserve(self._root, min(size, self._quota - used))
+            # Over the quota, older files go before a new one is written.
+            _reserve(self._root, size if used + size <= self._quota else 0)
         except OSError as error:
             return KvDisk(_state_after(error), used, self._quota, error.strerror)
         return KvDisk("ok", used, self._quota)
