@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -145,6 +146,26 @@ def test_processes_are_ended_and_dead_ones_do_not_matter() -> None:
     child.wait(timeout=10)
     vllm_engine._end([process])
     vllm_engine._end([])
+
+
+def test_shared_memory_of_a_killed_process_is_removed() -> None:
+    code = "from multiprocessing.shared_memory import SharedMemory; s = SharedMemory(create=True, size=99); "
+    code += "print(s.name, flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin, child.stdout:
+        name = child.stdout.readline().strip()
+        processes = [psutil.Process(child.pid)]
+        assert vllm_engine._shared_memory(processes) == {name}
+        # Its helper, which would remove it, is killed as well; an engine's is the service's own.
+        vllm_engine._end([*processes[0].children(), *processes])
+        child.wait(timeout=10)
+    assert Path("/dev", "shm", name).exists()
+    assert vllm_engine._shared_memory(processes) == set()
+    for _ in range(2):
+        vllm_engine._free({name})
+    assert not Path("/dev", "shm", name).exists()
 
 
 def test_a_child_that_ends_while_it_is_looked_at_is_none_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
