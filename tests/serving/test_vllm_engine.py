@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import subprocess
@@ -206,3 +207,18 @@ async def test_an_engine_leaves_no_settings_behind_for_the_next(monkeypatch: pyt
     await engine.stop()
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert os.environ["DO_NOT_TRACK"] == "mine"
+
+
+@pytest.mark.parametrize("waiting", ["_pending", "_background", None])
+async def test_whoever_waits_for_a_dead_engine_is_told(waiting: str | None) -> None:
+    engine = VllmEngine(EngineConfig())
+    # It tells requests that the engine is dead.
+    handler = asyncio.create_task(asyncio.sleep(0))
+    engine._llm = SimpleNamespace(output_handler=handler, shutdown=lambda: None)
+    if waiting is not None:
+        getattr(engine, waiting).add("a request")
+    engine._quiet.clear()
+    await engine.stop()
+    await asyncio.wait({handler})
+    assert handler.cancelled() == (waiting is None)
+    await asyncio.wait_for(engine.idle(), 5)
