@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,17 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready", responses={503: {"description": "with the reason"}})
 async def ready(request: Request) -> JSONResponse:
-    """200 when a question can be answered."""
+    """200 when a question can be answered; `kv_disk` tells whether what is read early can be kept on disk."""
     services: Services = request.app.state.services
     state = services.engine.state
     if not state.ready:
         return JSONResponse({"ready": False, "phase": state.phase, "reason": state.reason or state.phase}, 503)
+    disk = await asyncio.to_thread(services.engine.kv_disk)
     body: dict[str, Any] = {
         "ready": True,
         "model": services.engine.capabilities.model,
         "max_model_len": services.engine.limits.window,
+        "kv_disk": None if disk is None else asdict(disk),
     }
     return JSONResponse(body)
 
@@ -43,6 +47,7 @@ async def ready(request: Request) -> JSONResponse:
 def metrics(request: Request) -> Response:
     """Prometheus text: the service's own counters, then the engine's."""
     services: Services = request.app.state.services
+    services.metrics.kept(services.engine.kv_disk())
     # vLLM registers its metrics in the process-wide registry.
     return Response(generate_latest(services.registry) + generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram
 
-from serving.engine import Prefill
+from serving.engine import KvDisk, Prefill
 
 _TTFT_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 _INGEST_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900)
@@ -38,6 +38,15 @@ class Metrics:
         self._warmed = Counter(
             "foreword_warmed_tokens", "Tokens that were read before anybody asked", registry=registry
         )
+        self._kv_disk = Enum(
+            "foreword_kv_disk_state",
+            "Whether what is read early can be kept on disk",
+            states=["off", "ok", "full", "unusable"],
+            registry=registry,
+        )
+        self._kv_disk_bytes = Gauge(
+            "foreword_kv_disk_bytes", "What was read early and is kept on disk", registry=registry
+        )
         self._ingests = Histogram(
             "foreword_ingest_seconds", "Ingests by final status", ["status"], buckets=_INGEST_BUCKETS, registry=registry
         )
@@ -56,6 +65,11 @@ class Metrics:
 
     def warmed(self, tokens: int) -> None:
         self._warmed.inc(tokens)
+
+    def kept(self, disk: KvDisk | None) -> None:
+        """What is kept on disk as it is now; None when nothing is to be."""
+        self._kv_disk.state("off" if disk is None else disk.state)
+        self._kv_disk_bytes.set(0 if disk is None else disk.bytes)
 
     def failed(self, type: str) -> None:
         self._failures.labels(type).inc()

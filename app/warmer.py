@@ -264,18 +264,20 @@ class Warmer:
         entry = self._entries.get(scope)
         if entry is None:
             return Warmth("cold")
-        tokens, total = self._resident(entry), entry.total
+        tokens, total, reason = self._resident(entry), entry.total, entry.reason
         eta = None
+        if (phase := self._engine.state.phase) == "down":
+            reason = f"the engine is down: {self._engine.state.reason}"
         if tokens == total:
             state: WarmState = "warm"
-        elif entry.wanted:
+        elif entry.wanted and phase != "down":
             state = "warming"
             eta = None if total is None else self._engine.estimate(total - tokens, tokens)
         elif tokens:
             state = "partly"
         else:
             state = "evicted" if entry.was_warm else "cold"
-        return Warmth(state, tokens, total, eta, entry.hold is not None, None if state == "warm" else entry.reason)
+        return Warmth(state, tokens, total, eta, entry.hold is not None, None if state == "warm" else reason)
 
     def warm_scopes(self) -> frozenset[Scope]:
         """The scopes that are wholly in memory."""
@@ -344,6 +346,7 @@ class Warmer:
     def _next(self) -> _Entry | None:
         """The scope to read a step of, if there is any."""
         if not self._engine.state.ready or self._engine.stats.kv_tokens is None:
+            self._want_again()
             return None
         for entry in self._with_room():
             self._note_loss(entry)
@@ -439,6 +442,12 @@ class Warmer:
         )
 
     # --- eviction ---
+
+    def _want_again(self) -> None:
+        """What a lost engine had in memory is read by the next one, without waiting for calm: nothing drove it out."""
+        for entry in self._entries.values():
+            if entry.was_warm and (self._enabled or entry.pinned):
+                entry.wanted, entry.was_warm, entry.lost_at = True, False, None
 
     def _note_loss(self, entry: _Entry) -> None:
         if not entry.was_warm or entry.wanted:

@@ -16,6 +16,7 @@ Role = Literal["system", "user", "assistant"]
 PrefillPath = Literal["warm", "sparse", "exact", "unknown"]
 PrefillMode = Literal["exact", "sparse"]
 Phase = Literal["starting", "ready", "restarting", "down", "stopped"]
+DiskState = Literal["ok", "full", "unusable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,16 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class KvDisk:
+    """What is kept on disk, in bytes, of at most `quota_bytes`; `reason` says why no more can be kept."""
+
+    state: DiskState
+    bytes: int
+    quota_bytes: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an engine honours. What is missing is shown as null to the user.
 
@@ -245,6 +256,10 @@ class Engine(Protocol):
 
     def retain(self, salts: Collection[str]) -> None:
         """Remove what slower memory holds of any other salt than these; blocks."""
+        ...
+
+    def kv_disk(self) -> KvDisk | None:
+        """What is kept on disk now, and whether more can be; blocks. None when nothing is to be kept there."""
         ...
 
     def count_tokens(self, text: str) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from serving.engine import (
     Capabilities,
     Delta,
+    KvDisk,
     Limits,
     Message,
     Plan,
@@ -27,6 +28,7 @@ from serving.engine import (
     exact_path,
 )
 from serving.errors import EngineDied, EngineUnavailable, Overloaded, PromptTooLong
+from serving.kv.files import KvFiles
 from serving.prefill_speed import PrefillSpeed
 from serving.prefix import Prefix, prefix_of
 from serving.prefix_memory import PrefixMemory
@@ -57,13 +59,17 @@ class Script:
 
 @dataclass
 class ScriptedEngine:
-    """Answers every prompt with the script's pieces, or with `enqueue`d ones first."""
+    """Answers every prompt with the script's pieces, or with `enqueue`d ones first.
+
+    It writes nothing to `files`, and tells of their disk.
+    """
 
     script: Script = field(default_factory=Script)
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     retained: frozenset[str] | None = None
+    files: KvFiles | None = None
 
     def __post_init__(self) -> None:
         self._state = State("stopped")
@@ -176,6 +182,9 @@ class ScriptedEngine:
 
     def retain(self, salts: Collection[str]) -> None:
         self.retained = frozenset(salts)
+
+    def kv_disk(self) -> KvDisk | None:
+        return None if self.files is None else self.files.look()
 
     def count_tokens(self, text: str) -> int:
         return len(_TOKEN.findall(text))

@@ -17,6 +17,7 @@ from serving.engine import (
     Capabilities,
     Delta,
     Engine,
+    KvDisk,
     Limits,
     Message,
     Plan,
@@ -119,6 +120,9 @@ class SupervisedEngine:
 
     def retain(self, salts: Collection[str]) -> None:
         self._engine.retain(salts)
+
+    def kv_disk(self) -> KvDisk | None:
+        return self._engine.kv_disk()
 
     def count_tokens(self, text: str) -> int:
         return self._engine.count_tokens(text)

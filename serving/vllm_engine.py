@@ -12,11 +12,14 @@ import importlib.util
 import json
 import os
 import random
+import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -30,6 +33,7 @@ from serving.config import EngineConfig
 from serving.engine import (
     Capabilities,
     Delta,
+    KvDisk,
     Limits,
     Message,
     Plan,
@@ -78,6 +82,8 @@ _KV_WINDOWS = 16
 _CPU_BACKGROUND_S = 1.0
 _GPU_BACKGROUND_S = 0.15
 _HOLDS = 4
+# What Python names shared memory, in a list of what a process has mapped.
+_SHARED_MEMORY = re.compile(r" /dev/shm/(psm_\w+)$", re.MULTILINE)
 # Keeping on disk is for one worker.
 _SEVERAL_WORKERS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 # Sparse prefill needs longer prompts, for it leaves the beginning of every prompt dense.
@@ -107,6 +113,7 @@ class VllmEngine:
         self._state = State("stopped")
         self._llm: AsyncLLM | None = None
         self._processes: list[psutil.Process] = []
+        self._shared_memory: set[str] = set()
         self._pending: set[str] = set()
         self._background: set[str] = set()
         self._quiet = asyncio.Event()
@@ -122,12 +129,15 @@ class VllmEngine:
         self._share: int | None = None
         # Whether what has no room in the card's memory goes to the host's.
         self._tiers = False
+        # Whether anything goes to the disk: the model, the workers or the host's memory may not allow it.
+        self._keeps = False
 
     async def start(self) -> None:
         self._state = State("starting", "the model is loading")
         try:
             self._llm = await self._load_or_give_up()
             self._processes = await asyncio.to_thread(_engine_processes)
+            self._shared_memory = await asyncio.to_thread(_shared_memory, self._processes)
             assert self._events is not None
             self._events.follow()
             self._state = State("ready")
@@ -142,13 +152,16 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         self._state = State("stopped", "the engine was stopped")
         if llm is not None:
-            if llm.output_handler is not None and not self._pending:
+            if llm.output_handler is not None and not (self._pending or self._background):
                 # It would log the engine's orderly end as a failure; with requests left, it has to tell them.
                 llm.output_handler.cancel()
             await asyncio.to_thread(llm.shutdown)
             # Its finaliser would shut it down once more, and fail when that happens at the interpreter's end.
             llm.shutdown = _nothing
         await asyncio.to_thread(_end, self._processes)
+        await asyncio.to_thread(_free, self._shared_memory)
+        # Nothing is in work any more, even if somebody has not taken the end of an answer yet.
+        self._quiet.set()
         # The next engine may need other values, and must not take these for the user's.
         for name in self._environment:
             os.environ.pop(name, None)
@@ -259,6 +272,9 @@ class VllmEngine:
         if self._disk is not None:
             for name in self._disk.namespaces() - set(map(namespace, salts)):
                 self._disk.remove(name)
+
+    def kv_disk(self) -> KvDisk | None:
+        return self._disk.look() if self._disk is not None and self._keeps else None
 
     @property
     def keeps_in_host_memory(self) -> bool:
@@ -387,6 +403,8 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
         self._share = self.limits.token_budget // 2
+        transfer = self._kv_transfer()
+        self._keeps = transfer is not None
         arguments: dict[str, Any] = {
             "model": self._folder.source,
             "served_model_name": self._folder.name,
@@ -396,7 +414,7 @@ class VllmEngine:
             "long_prefill_token_threshold": self._share,
             "max_num_seqs": self._config.max_running + _HOLDS,
             "kv_events_config": self._kv_events(),
-            "kv_transfer_config": self._kv_transfer(),
+            "kv_transfer_config": transfer,
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
             "enable_logging_iteration_details": True,
@@ -546,7 +564,7 @@ class VllmEngine:
     def _translate(self, error: Exception) -> ServingError:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if isinstance(error, EngineDeadError) or (self._llm is not None and self._llm.errored):
+        if isinstance(error, EngineDeadError) or self._llm is None or self._llm.errored:
             return EngineDied(f"{self._cause_of_death()} while it worked on this question; ask again in a minute")
         return ServingError(f"the engine refused the request: {error}")
 
@@ -680,6 +698,25 @@ def _kv_gib(folder: ModelFolder, max_model_len: int | None) -> int:
 def _engine_processes() -> list[psutil.Process]:
     """vLLM's children of this process, known by the titles they give themselves."""
     return [child for child in psutil.Process().children(recursive=True) if _title(child).startswith("VLLM::")]
+
+
+def _shared_memory(processes: list[psutil.Process]) -> set[str]:
+    """Names of the shared memory through which an engine's processes talk."""
+    names: set[str] = set()
+    for process in processes:
+        # One that has ended has nothing mapped.
+        with contextlib.suppress(OSError):
+            names.update(_SHARED_MEMORY.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    return names
+
+
+def _free(names: set[str]) -> None:
+    """Remove shared memory that processes have left behind because they were killed."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            left = SharedMemory(name)
+            left.close()
+            left.unlink()
 
 
 def _title(process: psutil.Process) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,31 @@ class Service:
     async def ask(self, question: str, **fields: Any) -> httpx.Response:
         """Ask without streaming."""
         return await self.http.post("/v1/ask", json={"question": question, "stream": False, **fields})
+
+
+@contextmanager
+def small_disk(folder: Path, mib: int) -> Iterator[None]:
+    """A disk of this size at a folder, which others see as well; skipped where nobody may mount one."""
+    if os.geteuid() or shutil.which("mount") is None:
+        pytest.skip("needs the right to mount a small disk")
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=700", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        yield
+    finally:
+        # It may be in use for another moment.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no byte of a disk free; returns the file that does."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return filler
 
 
 @pytest.fixture(scope="session")

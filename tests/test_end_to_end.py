@@ -144,7 +144,8 @@ def test_one_line_says_that_it_is_ready(served: Served) -> None:
     assert len(lines) == 1
     assert str(served.http.base_url) in lines[0]
     ready = served.http.get("/ready").json()
-    assert ready == {"ready": True, "model": "SmolLM2-135M-Instruct", "max_model_len": 8192}
+    disk = {"state": "ok", "bytes": 0, "quota_bytes": 4 * 2**30, "reason": None}
+    assert ready == {"ready": True, "model": "SmolLM2-135M-Instruct", "max_model_len": 8192, "kv_disk": disk}
 
 
 def test_a_question_is_answered_with_the_page(served: Served, report_id: str, planted: Report) -> None:

@@ -115,10 +115,12 @@ async function checkEngine() {
   const state = await fetch("/ready").then((response) => response.json())
     .catch(() => ({ ready: false, text: "server not reachable; check that Foreword is running" }));
   engineReady = state.ready;
+  const disk = state.kv_disk?.reason ? `, disk ${state.kv_disk.state}` : "";
   const text = engineReady
-    ? `${state.model}, ${count(state.max_model_len)} tokens`
+    ? `${state.model}, ${count(state.max_model_len)} tokens${disk}`
     : state.text ?? `engine starting… ${state.reason ?? ""}`;
   const element = byId("engine");
+  element.title = disk && `What is read early is lost with a restart: ${state.kv_disk.reason}`;
   element.dataset.state = engineReady ? "ready" : "waiting";
   // Writing the same text again would make screen readers repeat it.
   if (element.textContent !== text) element.textContent = text;

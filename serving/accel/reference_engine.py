@@ -27,6 +27,7 @@ from serving.config import EngineConfig
 from serving.engine import (
     Capabilities,
     Delta,
+    KvDisk,
     Limits,
     Message,
     Plan,
@@ -176,6 +177,9 @@ class ReferenceEngine:
 
     def retain(self, salts: Collection[str]) -> None:
         """There is no slower memory."""
+
+    def kv_disk(self) -> KvDisk | None:
+        return None
 
     def count_tokens(self, text: str) -> int:
         return self._chat.count(text)

@@ -35,7 +35,8 @@ from serving.kv.writer import Writer
 
 # Several times what a step computes; only the blocks of a prompt that was in memory already can be more.
 _QUEUE_BYTES = 512 * 2**20
-_CLOSE_S = 5.0
+# vLLM kills an engine that takes 5 s to stop; what is not written by then is computed again.
+_CLOSE_S = 2.0
 
 log = init_logger("vllm.foreword.kv")
 

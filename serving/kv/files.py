@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+
+from serving.engine import DiskState, KvDisk
 
 Buffer = bytes | bytearray | memoryview
 
@@ -33,6 +36,8 @@ _BLOCK, _TEMPORARY, _REMOVED = ".kv", ".tmp", ".removed"
 # Over its quota the store gives back a little more than it must, so that it need not look at all files every time.
 _KEPT_SHARE = 0.9
 _RETRY_S = 60.0
+# The size of the next file, before there are any.
+_SOME_BYTES = 2**20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -48,11 +53,15 @@ def namespace(salt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A namespace of one fingerprint; `used` is when it was last read or written, in seconds of the epoch."""
+    """A namespace of one fingerprint; `used` is when it was last read or written, in seconds of the epoch.
+
+    `bytes` are those of all its files, `largest` those of one.
+    """
 
     path: Path
     used: float
     bytes: int
+    largest: int
 
 
 class KvFiles:
@@ -191,6 +200,23 @@ class KvFiles:
         """Bytes of all files."""
         return sum(folder.bytes for folder in self._scan())
 
+    def look(self) -> KvDisk:
+        """What there is, and whether one more file could be written, which is tried by taking the room for a moment.
+
+        So it is true whoever writes: before anything was written, after a restart, and as soon as there is room again.
+        """
+        folders = sorted(self._scan(), key=lambda folder: folder.used)
+        used = sum(folder.bytes for folder in folders)
+        size = max((folder.largest for folder in folders), default=0) or _SOME_BYTES
+        if (folders[-1].bytes if folders else 0) + size > self._quota:
+            return KvDisk("full", used, self._quota, "what was used last fills the quota alone")
+        try:
+            # Over the quota, older files go before a new one is written.
+            _reserve(self._root, size if used + size <= self._quota else 0)
+        except OSError as error:
+            return KvDisk(_state_after(error), used, self._quota, error.strerror)
+        return KvDisk("ok", used, self._quota)
+
     def clean(self) -> None:
         """Remove what an interrupted writer or remover has left. For the one who writes, before it begins."""
         for fingerprint in _folders(self._root):
@@ -210,7 +236,8 @@ class KvFiles:
         return _HEADER.pack(_MAGIC, sum(map(len, pages)), checksum.intdigest())
 
     def _fail(self, error: OSError) -> None:
-        self._state = "full" if error.errno in _FULL else f"unusable: {error.strerror}"
+        state = _state_after(error)
+        self._state = f"{state}: {error.strerror}" if state == "unusable" else state
         self._retry_at = self._clock() + _RETRY_S
         # The disk is not as it was believed to be.
         self._bytes = None
@@ -238,7 +265,8 @@ class KvFiles:
                 # It may be removed at any time.
                 with contextlib.suppress(FileNotFoundError):
                     used = path.stat().st_mtime
-                    yield _Folder(path, used, sum(_sizes(path)))
+                    sizes = list(_sizes(path))
+                    yield _Folder(path, used, sum(sizes), max(sizes, default=0))
 
 
 def _checked(name: str) -> str:
@@ -261,6 +289,19 @@ def _sizes(path: Path) -> Iterator[int]:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 yield entry.stat(follow_symlinks=False).st_size
+
+
+def _state_after(error: OSError) -> DiskState:
+    return "full" if error.errno in _FULL else "unusable"
+
+
+def _reserve(folder: Path, size: int) -> None:
+    """Take room for a file, and give it back; where the folder is yet to be made, beside it."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    # It has no name, so that nothing of it is left whatever happens.
+    with tempfile.TemporaryFile(dir=there) as file:
+        if size > 0:
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _write(path: Path, parts: Sequence[Buffer], size: int) -> None:

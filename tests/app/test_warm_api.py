@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Service
+from serving.kv.files import KvFiles
+from tests.conftest import Service, fill, small_disk
 
 LIMIT_S = 10.0
 TEXT = b"The sixth boat is called Avocet, and its berth is number 12. " * 100
@@ -153,3 +157,55 @@ async def test_a_question_without_acceleration_says_what_it_evicted(eager: Servi
     finally:
         del eager.engine._cache.add
     assert id in body["evicted"]
+
+
+@pytest.fixture
+def disk(service: Service, tmp_path: Path) -> Iterator[Path]:
+    """A folder in which an engine may keep prompts."""
+    (tmp_path / "disk").mkdir()
+    yield tmp_path / "disk"
+    service.engine.files = None
+
+
+async def _disk(service: Service) -> tuple[Any, str]:
+    """What is told of the disk: in `/ready`, and the state that `/metrics` counts."""
+    told = (await service.http.get("/ready")).json()["kv_disk"]
+    lines = (await service.http.get("/metrics")).text.splitlines()
+    (counted,) = (line for line in lines if line.startswith("foreword_kv_disk_state{") and line.endswith(" 1.0"))
+    return told, counted.split('"')[1]
+
+
+async def test_without_a_disk_none_is_told(service: Service) -> None:
+    assert await _disk(service) == (None, "off")
+
+
+async def test_a_full_disk_is_told_until_there_is_room(service: Service, disk: Path) -> None:
+    with small_disk(disk, 2):
+        service.engine.files = KvFiles(disk / "kv", 2**30)
+        fine = {"state": "ok", "bytes": 0, "quota_bytes": 2**30, "reason": None}
+        assert await _disk(service) == (fine, "ok")
+        filler = fill(disk)
+        assert await _disk(service) == (fine | {"state": "full", "reason": os.strerror(errno.ENOSPC)}, "full")
+        # Nothing else depends on it.
+        id = await service.upload("full.txt", TEXT, collection="full")
+        await service.http.post(f"/v1/documents/{id}/warm")
+        await _until(service, id, "warm")
+        assert (await service.ask("Where does it lie?", documents=[id])).json()["prefill"]["path"] == "warm"
+        filler.unlink()
+        assert await _disk(service) == (fine, "ok")
+
+
+@pytest.mark.parametrize(
+    ("quota", "blocked", "state"),
+    [
+        pytest.param(1000, False, "full", id="smaller than a file"),
+        pytest.param(2**30, True, "unusable", id="a file in the folder's place"),
+    ],
+)
+async def test_why_nothing_is_kept_is_told(service: Service, disk: Path, quota: int, blocked: bool, state: str) -> None:
+    service.engine.files = KvFiles(disk / "kv", quota)
+    if blocked:
+        (disk / "kv").write_text("not a folder")
+    told, counted = await _disk(service)
+    assert told["state"] == counted == state
+    assert told["reason"]

@@ -250,6 +250,34 @@ async def test_an_engine_that_dies_is_filled_again(make: Make, catalogue: Catalo
     assert running.order == [running.salt(scopes[0]), running.salt(scopes[1])]
 
 
+async def test_what_was_warm_when_the_engine_died_is_read_at_once_the_last_one_first(
+    make: Make, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What was driven out would wait for this long.
+    monkeypatch.setattr(module, "_CALM_S", 60.0)
+    running = make()
+    scopes = [add(catalogue, name) for name in ("a", "b", "c")]
+    await start(running)
+    for name in ("a", "b", "c"):
+        await running.warmer.arrived(name, last=False)
+    for scope in scopes:
+        await running.until(scope, "warm")
+    running.warmer.asked(scopes[0])
+    await running.until(scopes[0], "warm")
+    running.engine.die()
+    running.engine._cache.clear()
+    for scope in scopes:
+        warmth = await running.until(scope, "cold", "evicted")
+        assert warmth.reason == "the engine is down: killed by the script"
+    running.engine.requests.clear()
+    await asyncio.sleep(0.05)
+    await running.engine.start()
+    for scope in scopes:
+        await running.until(scope, "warm")
+    assert running.order == [running.salt(scopes[number]) for number in (0, 2, 1)]
+    assert len(running.warmer._entries) == 3
+
+
 async def test_a_failure_leaves_the_document_cold_and_the_others_go_on(
     make: Make, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

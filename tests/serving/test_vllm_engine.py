@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -147,6 +149,26 @@ def test_processes_are_ended_and_dead_ones_do_not_matter() -> None:
     vllm_engine._end([])
 
 
+def test_shared_memory_of_a_killed_process_is_removed() -> None:
+    code = "from multiprocessing.shared_memory import SharedMemory; s = SharedMemory(create=True, size=99); "
+    code += "print(s.name, flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin, child.stdout:
+        name = child.stdout.readline().strip()
+        processes = [psutil.Process(child.pid)]
+        assert vllm_engine._shared_memory(processes) == {name}
+        # Its helper, which would remove it, is killed as well; an engine's is the service's own.
+        vllm_engine._end([*processes[0].children(), *processes])
+        child.wait(timeout=10)
+    assert Path("/dev", "shm", name).exists()
+    assert vllm_engine._shared_memory(processes) == set()
+    for _ in range(2):
+        vllm_engine._free({name})
+    assert not Path("/dev", "shm", name).exists()
+
+
 def test_a_child_that_ends_while_it_is_looked_at_is_none_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     process = psutil.Process(child.pid)
@@ -185,3 +207,18 @@ async def test_an_engine_leaves_no_settings_behind_for_the_next(monkeypatch: pyt
     await engine.stop()
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     assert os.environ["DO_NOT_TRACK"] == "mine"
+
+
+@pytest.mark.parametrize("waiting", ["_pending", "_background", None])
+async def test_whoever_waits_for_a_dead_engine_is_told(waiting: str | None) -> None:
+    engine = VllmEngine(EngineConfig())
+    # It tells requests that the engine is dead.
+    handler = asyncio.create_task(asyncio.sleep(0))
+    engine._llm = SimpleNamespace(output_handler=handler, shutdown=lambda: None)
+    if waiting is not None:
+        getattr(engine, waiting).add("a request")
+    engine._quiet.clear()
+    await engine.stop()
+    await asyncio.wait({handler})
+    assert handler.cancelled() == (waiting is None)
+    await asyncio.wait_for(engine.idle(), 5)

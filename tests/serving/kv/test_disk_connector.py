@@ -19,6 +19,7 @@ from serving.kv.files import KvFiles, namespace
 from serving.kv.settings import KEEP, transfer_config
 from serving.model import prepare_packaged
 from serving.vllm_engine import VllmEngine
+from tests.conftest import fill, small_disk
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -286,3 +287,19 @@ async def test_an_abandoned_load_leaves_the_engine_well(engine: VllmEngine, befo
     loaded = await asking[2]
     assert loaded.says(before.warm["long"])
     assert [task.cancelled() for task in asking] == [True, True, False]
+
+
+async def test_a_full_disk_stops_the_writing_and_nothing_else(engine: VllmEngine, root: Path) -> None:
+    tokens = prompt("full", 500)
+    keeper = KvFiles(root, 2**30)
+    # It covers what is there already.
+    with small_disk(root, 4):
+        assert keeper.look().state == "ok"
+        filler = fill(root)
+        answered = await ask(engine, tokens, "full", **{KEEP: 1})
+        assert answered.is_close_to(await ask(engine, tokens))
+        assert (await ask(engine, tokens, "full")).cached == whole(500)
+        assert keeper.look().state == "full"
+        assert on_disk(root, "full") == []
+        filler.unlink()
+        assert keeper.look().state == "ok"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from serving.engine import KvDisk
 from serving.kv.files import KvFiles, digest, namespace
+from tests.conftest import fill, small_disk
 
 MIB = 2**20
 FINGERPRINT = digest("a model")
@@ -295,3 +297,60 @@ def test_what_is_not_ours_is_left_alone(root: Path) -> None:
     files.remove(SALT)
     files.clean()
     assert (stranger / "letter.txt").exists()
+
+
+def test_what_is_there_and_how_much_may_be(files: KvFiles, root: Path) -> None:
+    keeper = KvFiles(root, 100 * MIB)
+    assert keeper.look() == KvDisk("ok", 0, 100 * MIB)
+    assert not root.exists()
+    put(files)
+    assert keeper.look() == KvDisk("ok", files.size(), 100 * MIB)
+    assert list(root.iterdir()) == [root / FINGERPRINT]
+
+
+def test_a_full_disk_is_seen_by_all_until_there_is_room(tmp_path: Path) -> None:
+    root, now = tmp_path / "disk" / "kv", [0.0]
+    with small_disk(root.parent, 8):
+        writer = KvFiles(root, 100 * MIB, FINGERPRINT, clock=lambda: now[0])
+        assert put(writer, pages=[bytes(MIB)])
+        filler = fill(root.parent)
+        # Also after a restart, when nobody has written anything yet.
+        keeper = KvFiles(root, 100 * MIB)
+        assert keeper.look() == KvDisk("full", writer.size(), 100 * MIB, os.strerror(errno.ENOSPC))
+        assert not put(writer, block=b"\x02" * 32, pages=[bytes(MIB)])
+        assert writer.state == "full"
+        assert get(writer, sizes=(MIB,)) == [bytes(MIB)]
+        os.truncate(filler, filler.stat().st_size - MIB // 2)
+        assert keeper.look().state == "full"
+        filler.unlink()
+        assert keeper.look() == KvDisk("ok", writer.size(), 100 * MIB)
+        now[0] = 60
+        assert put(writer, block=b"\x02" * 32, pages=[bytes(MIB)])
+
+
+def test_a_full_disk_is_not_full_for_those_who_make_room_in_it(tmp_path: Path) -> None:
+    root = tmp_path / "disk" / "kv"
+    with small_disk(root.parent, 8):
+        files = KvFiles(root, 3 * MIB, FINGERPRINT)
+        for number in range(2):
+            put(files, namespace(str(number)), pages=[bytes(MIB)])
+            used(root, namespace(str(number)), 10 + number)
+        fill(root.parent)
+        # No third file is allowed, so an older one goes before it is written.
+        assert files.look().state == "ok"
+        assert put(files, namespace("2"), pages=[bytes(MIB)])
+
+
+def test_a_quota_that_is_filled_by_what_may_not_go_is_full(root: Path) -> None:
+    assert KvFiles(root, 1000).look().state == "full"
+    files = KvFiles(root, 3 * MIB, FINGERPRINT)
+    for number in range(2):
+        assert files.look().state == "ok"
+        assert put(files, block=bytes([number]) * 32, pages=[bytes(MIB)])
+    assert files.look() == KvDisk("full", files.size(), 3 * MIB, "what was used last fills the quota alone")
+    assert not put(files, block=b"\x02" * 32, pages=[bytes(MIB)])
+
+
+def test_a_folder_that_is_none_is_unusable(root: Path) -> None:
+    root.write_text("not a folder")
+    assert KvFiles(root, 100 * MIB).look() == KvDisk("unusable", 0, 100 * MIB, os.strerror(errno.ENOTDIR))
