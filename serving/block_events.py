@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from serving.resident import ResidentBlocks
+from serving.resident import LowerBlocks, ResidentBlocks
 
 log = structlog.get_logger(__name__)
 
@@ -20,13 +20,15 @@ log = structlog.get_logger(__name__)
 _KINDS = (None, "full_attention", "mla_attention")
 # Where the engine computes, be it a GPU or not; what lies in a lower tier has to be loaded first.
 _MEMORY = (None, "GPU")
+_HOST = "CPU"
 
 
 class BlockEvents:
-    """The scheduler's account of its blocks, kept in `resident` for as long as the context is open."""
+    """The scheduler's account of its blocks, kept in `resident`, and of those in the host's memory, kept in `host`."""
 
-    def __init__(self, resident: ResidentBlocks) -> None:
+    def __init__(self, resident: ResidentBlocks, host: LowerBlocks) -> None:
         self._resident = resident
+        self._host = host
         self._folder = Path(tempfile.mkdtemp(prefix="foreword-"))
         self._task: asyncio.Task[None] | None = None
         self._next = 0
@@ -78,9 +80,13 @@ class BlockEvents:
             # What we believe may be wrong now, and nothing is better than that: what is read again is told again.
             log.warning("block_events_lost", messages=number - self._next)
             self._resident.clear()
+            self._host.clear()
         self._next = number + 1
         for event in events:
             if isinstance(event, BlockStored | BlockRemoved) and event.medium not in _MEMORY:
+                if event.medium == _HOST:
+                    told = self._host.stored if isinstance(event, BlockStored) else self._host.removed
+                    told(event.block_hashes)
                 continue
             if isinstance(event, BlockStored) and event.kv_cache_spec_kind in _KINDS:
                 salt = next((key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from serving.prefix import Prefix, blocks_of, following, leading, namespace
 
@@ -36,6 +37,10 @@ class ResidentBlocks:
             self._digests[name] = before
             self._resident.add(before)
 
+    def digest(self, name: bytes) -> bytes | None:
+        """Our digest of a block in memory."""
+        return self._digests.get(name)
+
     def removed(self, names: Iterable[bytes]) -> None:
         """Blocks were evicted."""
         for name in names:
@@ -54,3 +59,36 @@ class ResidentBlocks:
     def cached_tokens(self, salt: str, prompt: Sequence[int], block: int) -> int:
         """Tokens at the start of a prompt that need not be computed: whole blocks, never the last token."""
         return leading(blocks_of(salt, prompt[:-1], block), self._resident) * block
+
+
+class LowerBlocks:
+    """What a slower memory holds: chunks of several blocks, each known by its last one, which stands for all before it.
+
+    What a block stands for is asked of `memory`; one that is not there any more when it is told of is not counted.
+    """
+
+    def __init__(self, memory: ResidentBlocks) -> None:
+        self._memory = memory
+        self._digests: dict[bytes, bytes] = {}
+
+    def stored(self, names: Iterable[bytes]) -> None:
+        """Chunks were filled; `names` are the engine's, of their last blocks."""
+        for name in names:
+            if (digest := self._memory.digest(name)) is not None:
+                self._digests[name] = digest
+
+    def removed(self, names: Iterable[bytes]) -> None:
+        """Chunks were evicted."""
+        for name in names:
+            self._digests.pop(name, None)
+
+    def clear(self) -> None:
+        """What the memory holds is not known any more."""
+        self._digests.clear()
+
+    def cached_tokens(self, salt: str, prompt: Sequence[int], block: int, chunk: int) -> int:
+        """Tokens at the start of a prompt that need not be computed: whole chunks of `chunk` tokens, never the last."""
+        if not self._digests:
+            return 0
+        last = islice(blocks_of(salt, prompt[:-1], block), chunk // block - 1, None, chunk // block)
+        return leading(last, frozenset(self._digests.values())) * chunk

@@ -56,11 +56,11 @@ from serving.errors import (
     StartError,
 )
 from serving.kv.files import KvFiles, namespace
-from serving.kv.settings import CHUNK_TOKENS, KEEP, tiers_config, transfer_config, transfer_params
+from serving.kv.settings import CHUNK_TOKENS, COMPUTE, KEEP, tiers_config, transfer_config, transfer_params
 from serving.model import ModelFolder, check_window, resolve_model
 from serving.prefill_speed import PrefillSpeed
 from serving.prefix import Prefix, prefix_of
-from serving.resident import ResidentBlocks
+from serving.resident import LowerBlocks, ResidentBlocks
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -105,6 +105,20 @@ class _Reading:
     longest_step: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _AtHand:
+    """How many tokens at the start of a prompt need not be computed; the first `memory` of them are in memory already.
+
+    `load_s` are the seconds that reading the others from files takes, if any, and as far as is known. With `compute`
+    there are more files, and reading them takes longer than computing.
+    """
+
+    memory: int
+    tokens: int
+    load_s: float = 0.0
+    compute: bool = False
+
+
 class VllmEngine:
     """One vLLM engine, from start to death."""
 
@@ -119,6 +133,7 @@ class VllmEngine:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._blocks = ResidentBlocks()
+        self._host_blocks = LowerBlocks(self._blocks)
         self._events: BlockEvents | None = None
         self._reading: dict[str, _Reading] = {}
         self._speed: dict[PrefillMode, PrefillSpeed] = {"exact": PrefillSpeed(), "sparse": PrefillSpeed()}
@@ -173,13 +188,15 @@ class VllmEngine:
             await self._events.close()
             self._events = None
         self._blocks.clear()
+        self._host_blocks.clear()
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         llm = self._admit(request)
-        params = _sampling_params(request, self._extra_args(request))
+        at_hand = self._at_hand(request)
+        params = _sampling_params(request, self._extra_args(request, at_hand))
         tokens = 0
         first = True
-        async with self._read(request) as reading:
+        async with self._read(request, at_hand.memory) as reading:
             stream = llm.generate(_tokens_input(request), params, request.id)
             try:
                 async for output in stream:
@@ -214,7 +231,7 @@ class VllmEngine:
     async def hold(self, request: Request) -> None:
         llm = self._admit(request)
         one = replace(request, sampling=Sampling(max_tokens=1))
-        params = _sampling_params(one, self._extra_args(one))
+        params = _sampling_params(one, self._extra_args(one, self._at_hand(one)))
 
         async def prompts() -> AsyncGenerator[StreamingInput]:
             from vllm.engine.protocol import StreamingInput
@@ -245,12 +262,12 @@ class VllmEngine:
         return Progress(started=is_next, done=reading.done, total=reading.total)
 
     def plan(self, request: Request) -> Plan:
-        cached = self._loadable(request)
-        computed = len(request.prompt) - cached
-        own = self._speed[request.prefill].estimate(computed, cached)
+        at_hand = self._at_hand(request)
+        computed = len(request.prompt) - at_hand.tokens
+        own = self._speed[request.prefill].estimate(computed, at_hand.tokens)
         before = [self._remaining(reading) for reading in self._reading.values()]
-        eta = None if own is None else own + sum(before)
-        path = exact_path(len(request.prompt), cached)
+        eta = None if own is None else own + at_hand.load_s + sum(before)
+        path = exact_path(len(request.prompt), at_hand.tokens)
         if request.prefill == "sparse" and path == "exact":
             path = "sparse"
         return Plan(path=path, tokens_to_compute=computed, eta_s=eta)
@@ -388,7 +405,7 @@ class VllmEngine:
         check_window(self._folder, self._config.max_model_len)
         self._chat.require_template()
         self._accel = Client() if self._config.acceleration else None
-        self._events = BlockEvents(self._blocks)
+        self._events = BlockEvents(self._blocks, self._host_blocks)
         more = {**self._events.environment, **({} if self._accel is None else self._accel.environment)}
         self._environment = _set_environment(self._config, self._folder, more)
         orphans.claim()
@@ -490,9 +507,8 @@ class VllmEngine:
         return self._llm
 
     @contextlib.asynccontextmanager
-    async def _read(self, request: Request) -> AsyncIterator[_Reading]:
+    async def _read(self, request: Request, cached: int) -> AsyncIterator[_Reading]:
         alone = not (self._pending or self._background)
-        cached = self._cached(request)
         reading = _Reading(request.prefill, len(request.prompt), done=cached, alone=alone, resident=cached)
         for other in self._reading.values():
             other.alone = False
@@ -509,27 +525,35 @@ class VllmEngine:
             if not self._pending:
                 self._quiet.set()
 
-    def _extra_args(self, request: Request) -> dict[str, Any]:
+    def _extra_args(self, request: Request, at_hand: _AtHand) -> dict[str, Any]:
         given = {} if self._accel is None else self._accel.extra_args(request)
         if self._tiers:
-            given = given | {"kv_transfer_params": transfer_params(namespace(request.salt), keep=request.keep)}
-        return given | {KEEP: 1} if request.keep else given
+            params = transfer_params(namespace(request.salt), keep=request.keep, compute=at_hand.compute)
+            return given | {"kv_transfer_params": params}
+        return given | ({KEEP: 1} if request.keep else {}) | ({COMPUTE: 1} if at_hand.compute else {})
 
-    def _cached(self, request: Request) -> int:
-        """Tokens at the start of the prompt that are in memory; the last one is computed in any case."""
-        return self._blocks.cached_tokens(request.salt, request.prompt, self._block)
+    def _at_hand(self, request: Request) -> _AtHand:
+        """What of a prompt need not be computed, which the last token always must.
 
-    def _loadable(self, request: Request) -> int:
-        """Tokens at the start of the prompt that are in memory or can be read from disk, as far as can be told.
-
-        A salt has one document set, and what is kept of it is the beginning of its prompts.
+        A salt has one document set, and what is kept of it on disk is the beginning of its prompts.
         """
-        cached = self._cached(request)
-        whole = (len(request.prompt) - 1) // self._block
-        if self._disk is None or request.prefill != "exact" or cached == whole * self._block:
-            return cached
-        kept = self._disk.count(namespace(request.salt)) * (CHUNK_TOKENS if self._tiers else self._block)
-        return max(cached, min(whole * self._block, kept))
+        salt, prompt, block = request.salt, request.prompt, self._block
+        memory = tokens = self._blocks.cached_tokens(salt, prompt, block)
+        whole = (len(prompt) - 1) // block * block
+        if request.prefill != "exact" or memory == whole:
+            return _AtHand(memory, tokens)
+        if self._tiers:
+            tokens = max(memory, self._host_blocks.cached_tokens(salt, prompt, block, CHUNK_TOKENS))
+        name = namespace(salt)
+        kept = 0 if self._disk is None else self._disk.count(name) * (CHUNK_TOKENS if self._tiers else block)
+        if self._disk is None or min(whole, kept) <= tokens:
+            return _AtHand(memory, tokens)
+        more = min(whole, kept) - tokens
+        load_s = (self._disk.seconds(name) or 0.0) * more / kept
+        compute_s = self._speed["exact"].estimate(more, tokens)
+        if compute_s is not None and load_s > compute_s:
+            return _AtHand(memory, tokens, compute=True)
+        return _AtHand(memory, tokens + more, load_s)
 
     def _advance(self, prompt_tokens: int, seconds: float) -> None:
         """Credit a step's prompt tokens to the prompts being read.

@@ -200,6 +200,7 @@ class _Worker:
                 read += 1
             self._loaded.add(id)
             seconds = time.perf_counter() - started
+            self._files.observe(read * self._block_bytes, seconds)
             log.info("Loaded %d blocks, %.1f MB, in %.3f s", read, read * self._block_bytes / 1e6, seconds)
 
     def store(self, plan: Plan) -> None:

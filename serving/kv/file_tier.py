@@ -7,6 +7,7 @@ quota, removal and checks are those of the disk tier on a CPU.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -147,7 +148,9 @@ class FileTier(SecondaryTierManager):  # type: ignore[misc]
         def read(key: OffloadKey, chunk: int) -> bool:
             return self._files.read(name, get_offload_block_hash(key), [self._bytes_of(chunk)])
 
+        started = time.perf_counter()
         whole = list(self._readers.map(read, keys, job.chunk_ids))
+        self._files.observe(sum(whole) * self.block_size_bytes, time.perf_counter() - started)
         self._unreadable.update(key for key, good in zip(keys, whole, strict=True) if not good)
         if not all(whole):
             log.warning("A part of a prompt could not be read from disk; it will be computed")

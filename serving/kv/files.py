@@ -36,6 +36,11 @@ _BLOCK, _TEMPORARY, _REMOVED = ".kv", ".tmp", ".removed"
 # Over its quota the store gives back a little more than it must, so that it need not look at all files every time.
 _KEPT_SHARE = 0.9
 _RETRY_S = 60.0
+_SPEED = "speed"
+# The time that less takes says more about the system than about the disk.
+_TELLING_BYTES = 4 * 2**20
+# A disk that was slow once is tried again after so long.
+_SPEED_S = 3600.0
 # The size of the next file, before there are any.
 _SOME_BYTES = 2**20
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -196,6 +201,23 @@ class KvFiles:
         found = [fingerprint / _checked(namespace) for fingerprint in _folders(self._root)]
         return max((sum(1 for _ in folder.glob(f"*{_BLOCK}")) for folder in found), default=0)
 
+    def observe(self, bytes: int, seconds: float) -> None:
+        """Record how long reading so much took, for `seconds`, in any process, now and after a restart."""
+        if bytes < _TELLING_BYTES or seconds <= 0:
+            return
+        speed, before = bytes / seconds, self._speed()
+        with contextlib.suppress(OSError):
+            text = repr(speed if before is None else (speed + before) / 2).encode()
+            _write(self._root / _SPEED, [text], len(text))
+
+    def seconds(self, namespace: str) -> float | None:
+        """How long reading everything of a namespace takes; None when nobody has measured that lately."""
+        speed = self._speed()
+        if speed is None:
+            return None
+        found = (sum(_sizes(fingerprint / _checked(namespace))) for fingerprint in _folders(self._root))
+        return max(found, default=0) / speed
+
     def size(self) -> int:
         """Bytes of all files."""
         return sum(folder.bytes for folder in self._scan())
@@ -224,6 +246,14 @@ class KvFiles:
                 shutil.rmtree(left, ignore_errors=True)
             for left in fingerprint.glob(f"*/*{_TEMPORARY}"):
                 left.unlink(missing_ok=True)
+
+    def _speed(self) -> float | None:
+        """Bytes a second of the last reads."""
+        path = self._root / _SPEED
+        try:
+            return None if time.time() - path.stat().st_mtime > _SPEED_S else float(path.read_text()) or None
+        except (OSError, ValueError):
+            return None
 
     def _path(self, namespace: str, block_hash: bytes) -> Path:
         assert self._fingerprint is not None, "blocks belong to a fingerprint"
@@ -285,7 +315,8 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _sizes(path: Path) -> Iterator[int]:
-    with os.scandir(path) as entries:
+    """Of the files of a folder, which may go at any time."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 yield entry.stat(follow_symlinks=False).st_size

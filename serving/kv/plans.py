@@ -8,7 +8,7 @@ from typing import Any
 
 from serving.accel.channel import PREFILL
 from serving.kv.files import KvFiles, namespace
-from serving.kv.settings import KEEP
+from serving.kv.settings import COMPUTE, KEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Planner:
 
     def found(self, request: Any, computed: int) -> int:
         """Tokens on disk that follow the `computed` ones in memory: whole blocks, never the last token."""
-        if not self._takes_part(request) or request.request_id in self._unreadable:
+        if not self._takes_part(request) or request.request_id in self._unreadable or _asked(request).get(COMPUTE) == 1:
             return 0
         name = namespace(request.cache_salt)
         first, last = computed // self._block_size, (request.num_tokens - 1) // self._block_size

@@ -7,6 +7,8 @@ from typing import Any
 
 # In `SamplingParams.extra_args`: 1 for a request whose prompt is to be stored.
 KEEP = "foreword_keep"
+# There too: 1 for a request that is computed rather than read from files.
+COMPUTE = "foreword_compute"
 # In vLLM's `kv_transfer_params` on a GPU: the folder in which a request's files are.
 NAMESPACE = "foreword_namespace"
 # Tokens that a GPU moves between tiers as a whole: files of some megabytes, and little to compute anew at the end.
@@ -61,6 +63,16 @@ def tiers_config(root: Path, quota_bytes: int, memory_bytes: int, fingerprint: s
     }
 
 
-def transfer_params(namespace: str, *, keep: bool) -> dict[str, Any]:
-    """vLLM's `kv_transfer_params` of a request on a GPU: whose prompt is not to be kept moves nothing down."""
-    return {NAMESPACE: namespace} | ({} if keep else {"max_offload_tokens": 0})
+def transfer_params(namespace: str, *, keep: bool, compute: bool) -> dict[str, Any]:
+    """vLLM's `kv_transfer_params` of a request on a GPU.
+
+    Args:
+        keep: whether its prompt is to be kept; if not, nothing of it moves down.
+        compute: whether it is computed rather than read from files; the host's memory is used all the same.
+    """
+    params: dict[str, Any] = {NAMESPACE: namespace}
+    if not keep:
+        params["max_offload_tokens"] = 0
+    if compute:
+        params["kv_load_tiers"] = [{"medium": "CPU"}]
+    return params

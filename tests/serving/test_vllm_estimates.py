@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from serving import vllm_engine
 from serving.config import EngineConfig
 from serving.engine import Request
+from serving.kv.files import KvFiles, digest, namespace
 from serving.model import ModelFolder
 from serving.vllm_engine import VllmEngine
 
@@ -105,9 +107,9 @@ def test_the_window_before_it_is_loaded(config: dict[str, Any], folder: dict[str
 async def test_only_the_first_of_the_prompts_has_started() -> None:
     engine = _engine(_loaded())
     requests = [Request(range(100), id, "s") for id in "ab"]
-    async with engine._read(requests[0]) as first:
+    async with engine._read(requests[0], 0) as first:
         alone = [first.alone]
-        async with engine._read(requests[1]) as second:
+        async with engine._read(requests[1], 0) as second:
             # A time measured beside another prompt says nothing about one alone.
             alone += [first.alone, second.alone]
             seen = [await engine.progress(id) for id in "ab"]
@@ -121,7 +123,54 @@ async def test_only_the_first_of_the_prompts_has_started() -> None:
 async def test_cached_tokens_count_as_read_from_the_start() -> None:
     engine = _engine(_loaded())
     engine._blocks.stored([b"a", b"b", b"c"], None, range(96), BLOCK, "s")
-    async with engine._read(Request(range(100), "r", "s")):
+    request = Request(range(100), "r", "s")
+    async with engine._read(request, engine._at_hand(request).memory):
         progress = await engine.progress("r")
         assert progress is not None
         assert (progress.done, progress.total) == (3 * BLOCK, 100)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "seconds", "tokens", "compute"),
+    [
+        pytest.param(None, 0.004, 4, False, id="nobody knows yet"),
+        pytest.param(3 * 10**9, 0.005, 4, False, id="a fast disk"),
+        pytest.param(10**7, 0.1, 100, True, id="a disk that is slower than computing"),
+    ],
+)
+def test_files_are_read_only_when_that_is_sooner_than_computing(
+    tmp_path: Path, bytes_per_s: float | None, seconds: float, tokens: int, compute: bool
+) -> None:
+    engine = _engine(_loaded(), kv_disk=tmp_path, kv_disk_gib=1)
+    _observe(engine)
+    files = KvFiles(tmp_path, 2**30, digest("a model"))
+    files.begin(namespace("s"))
+    for number in range(3):
+        assert files.write(namespace("s"), bytes([number]), [bytes(10**6)])
+    if bytes_per_s is not None:
+        files.observe(int(bytes_per_s), 1.0)
+    request = Request(range(100), "r", "s")
+    plan = engine.plan(request)
+    assert (plan.tokens_to_compute, plan.path) == (tokens, "exact" if compute else "warm")
+    assert plan.eta_s == pytest.approx(seconds, abs=1e-4)
+    assert engine._extra_args(request, engine._at_hand(request)).get("foreword_compute") == (1 if compute else None)
+    # What is in memory is not read again.
+    engine._blocks.stored([b"a", b"b", b"c"], None, range(96), BLOCK, "s")
+    assert engine.plan(request).tokens_to_compute == 4
+
+
+def test_the_host_s_memory_is_counted_in_chunks_whatever_the_disk() -> None:
+    engine = _engine(_loaded())
+    engine._tiers = True
+    names = [bytes([number]) for number in range(20)]
+    engine._blocks.stored(names, None, range(20 * BLOCK), BLOCK, "s")
+    # A chunk of 256 tokens is known by its eighth block.
+    engine._host_blocks.stored([names[7], names[15]])
+    engine._blocks.removed(names[3:])
+    request = Request(range(700), "r", "s")
+    assert engine.plan(request).tokens_to_compute == 700 - 2 * 256
+    engine._host_blocks.removed([names[15]])
+    assert engine.plan(request).tokens_to_compute == 700 - 256
+    engine._host_blocks.removed([names[7]])
+    assert engine.plan(request).tokens_to_compute == 700 - 3 * BLOCK
+    assert engine.plan(Request(range(700), "r", "other")).tokens_to_compute == 700

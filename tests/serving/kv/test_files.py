@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -354,3 +355,25 @@ def test_a_quota_that_is_filled_by_what_may_not_go_is_full(root: Path) -> None:
 def test_a_folder_that_is_none_is_unusable(root: Path) -> None:
     root.write_text("not a folder")
     assert KvFiles(root, 100 * MIB).look() == KvDisk("unusable", 0, 100 * MIB, os.strerror(errno.ENOTDIR))
+
+
+def test_how_long_reading_takes_is_known_to_all_for_an_hour(files: KvFiles, root: Path) -> None:
+    put(files)
+    size = only(root).stat().st_size
+    assert files.seconds(SALT) is None
+    # The time of so little would be that of the system.
+    files.observe(1000, 1.0)
+    assert files.seconds(SALT) is None
+    files.observe(100 * MIB, 1.0)
+    other = KvFiles(root, 100 * MIB)
+    assert other.seconds(SALT) == pytest.approx(size / (100 * MIB))
+    assert other.seconds(namespace("nothing of it")) == 0
+    # What came before counts, too.
+    other.observe(100 * MIB, 0.5)
+    assert files.seconds(SALT) == pytest.approx(size / (150 * MIB))
+    assert other.namespaces() == {SALT}
+    hours_ago = time.time() - 2 * 3600
+    os.utime(root / "speed", (hours_ago, hours_ago))
+    assert files.seconds(SALT) is None
+    (root / "speed").write_text("rubbish")
+    assert files.seconds(SALT) is None

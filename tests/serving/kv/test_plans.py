@@ -100,6 +100,7 @@ def test_whole_blocks_that_follow_are_found(
         pytest.param(Request(cache_salt=None), id="no salt"),
         pytest.param(Request(cache_salt="another"), id="another salt"),
         pytest.param(Request(extra_args={"foreword_prefill": "sparse"}), id="sparse"),
+        pytest.param(Request(extra_args={"foreword_compute": 1}), id="computed sooner"),
     ],
 )
 def test_who_finds_nothing(planner: Planner, files: KvFiles, request_: Request) -> None:
