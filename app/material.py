@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from app.citations import Evidence
 from app.conversation import ConversationFixed, earlier_messages, section_sources
-from app.prompt import Source, build_messages
+from app.prompt import Source, build_messages, question_tokens
 from app.scope import Scope, aside_room, may_fit, pages_of, volume_source, volumes_of, whole_sources
 from app.services import Services
 from app.volumes import Volume, best_within, choose, top_hits
@@ -55,6 +55,10 @@ class Draft:
             build_messages(sources, self.question, results=self.results, earlier=earlier.messages, number=number)
         )
 
+    def question_tokens(self, services: Services) -> int:
+        """`app.prompt.question_tokens` of whatever prompt is rendered."""
+        return question_tokens(build_messages([], self.question), services.engine.render_chat)
+
     def excess(self, prompt: Sequence[int], services: Services) -> PromptTooLong | None:
         """That the prompt and its answer do not fit the window together, if so."""
         window = services.engine.limits.window
@@ -80,17 +84,23 @@ class Opened:
 class Material:
     """A prompt and what it is made of.
 
-    The prompt belongs to the cache namespace of `scope`. `pages` are read whole, `sections` are those of this turn, and
-    `retrieve` is how many seconds searching for them took.
+    The prompt belongs to the cache namespace of `scope`, and ends with `question_tokens`. `pages` are read whole,
+    `sections` are those of this turn, and `retrieve` is how many seconds searching for them took.
     """
 
     mode: ReadAs
     prompt: list[int]
+    question_tokens: int
     scope: Scope
     pages: list[StoredPage]
     sections: list[Section]
     volume: Opened | None = None
     retrieve: float = 0.0
+
+    @property
+    def dense_from(self) -> int:
+        """The first token of the prompt's question part, or one a little before it."""
+        return max(0, len(self.prompt) - self.question_tokens)
 
 
 def gather(mode: str, draft: Draft, services: Services) -> Material:
@@ -139,7 +149,8 @@ def in_volume(draft: Draft, found: Material, services: Services) -> Material | N
     prompt = draft.render([opened.source], aside, services)
     if draft.excess(prompt, services):
         return None
-    return Material("volume", prompt, _scope(opened), opened.pages, aside, opened, found.retrieve)
+    tokens = found.question_tokens
+    return Material("volume", prompt, tokens, _scope(opened), opened.pages, aside, opened, found.retrieve)
 
 
 def evidence_of(material: Material, draft: Draft, services: Services) -> list[Evidence]:
@@ -158,7 +169,7 @@ def _whole(draft: Draft, services: Services) -> Material:
     prompt = draft.render(whole_sources(draft.documents, pages), (), services)
     if error := draft.excess(prompt, services):
         raise error
-    return Material("whole", prompt, Scope.of(draft.documents), pages, [])
+    return Material("whole", prompt, draft.question_tokens(services), Scope.of(draft.documents), pages, [])
 
 
 def _sections(draft: Draft, services: Services) -> Material:
@@ -187,9 +198,10 @@ def _sections(draft: Draft, services: Services) -> Material:
             raise error
         weakest = min(sections, key=lambda section: section.score)
         sections = [section for section in sections if section is not weakest]
+    tokens = draft.question_tokens(services)
     if opened is None:
-        return Material("retrieve", prompt, Scope.of(draft.documents), [], sections, retrieve=retrieve)
-    return Material("volume", prompt, _scope(opened), opened.pages, sections, opened, retrieve)
+        return Material("retrieve", prompt, tokens, Scope.of(draft.documents), [], sections, retrieve=retrieve)
+    return Material("volume", prompt, tokens, _scope(opened), opened.pages, sections, opened, retrieve)
 
 
 def _reopened(draft: Draft, services: Services) -> Opened | None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from app.prompt import Excerpt, Source, build_messages, question_start
+from app.prompt import Excerpt, Source, build_messages, question_tokens
 from app.scope import shared_tokens
 from eval.arms import Arm, Variant
 from eval.errors import BadArms
@@ -111,7 +111,7 @@ class EngineServer:
             sampling=Sampling(max_tokens=max_tokens, logprobs=logprobs),
             prefill="sparse" if arm.accelerated else "exact",
             selector=arm.at(len(prompt)).selector,
-            dense_from=question_start(prompt, messages, self._engine.render_chat),
+            dense_from=max(0, len(prompt) - question_tokens(messages, self._engine.render_chat)),
         )
         try:
             if arm.warm:
