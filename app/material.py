@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from app.citations import Evidence
 from app.conversation import ConversationFixed, earlier_messages, section_sources
 from app.prompt import Source, build_messages, question_tokens
-from app.scope import Scope, aside_room, may_fit, pages_of, volume_source, volumes_of, whole_sources
+from app.scope import Cut, Scope, aside_room, may_fit, pages_of, whole_sources
 from app.services import Services
 from app.volumes import Volume, best_within, choose, top_hits
 from retrieval.catalogue import Document, StoredPage
@@ -139,11 +139,11 @@ def in_volume(draft: Draft, found: Material, services: Services) -> Material | N
     window = services.engine.limits.window
     if document is None or may_fit([document], window):
         return None
-    pages = services.catalogue.pages(document.id)
-    volume = choose(hits, document.id, volumes_of(document, pages, services.engine))
+    cut = services.cuts.of(document.id)
+    volume = choose(hits, document.id, cut.volumes)
     if volume is None:
         return None
-    opened = _open(document, volume, pages, services)
+    opened = _open(cut, volume, services)
     # Sections of the volume itself are given once more: right before the question they are found more surely.
     aside = best_within([section for section in found.sections if section in hits], aside_room(window))
     prompt = draft.render([opened.source], aside, services)
@@ -209,20 +209,18 @@ def _reopened(draft: Draft, services: Services) -> Opened | None:
     if draft.past is None or draft.past.volume is None:
         return None
     id, number = draft.past.volume
-    document = next(document for document in draft.documents if document.id == id)
-    pages = services.catalogue.pages(id)
-    volumes = volumes_of(document, pages, services.engine)
-    if number > len(volumes):
+    cut = services.cuts.of(id)
+    if number > len(cut.volumes):
         raise ConversationFixed(
-            f"conversation {draft.past.id!r} began with volume {number} of document {id!r}, which has {len(volumes)} "
-            "in the model's window of today; start a new conversation"
+            f"conversation {draft.past.id!r} began with volume {number} of document {id!r}, which has "
+            f"{len(cut.volumes)} in the model's window of today; start a new conversation"
         )
-    return _open(document, volumes[number - 1], pages, services)
+    return _open(cut, cut.volumes[number - 1], services)
 
 
-def _open(document: Document, volume: Volume, pages: list[StoredPage], services: Services) -> Opened:
-    source = volume_source(document, volume, pages, services.engine)
-    return Opened(document.id, volume, volume.pages(pages), source)
+def _open(cut: Cut, volume: Volume, services: Services) -> Opened:
+    pages = services.catalogue.pages(cut.document.id, volume.first_page, volume.last_page)
+    return Opened(cut.document.id, volume, volume.pages(pages), cut.source(volume, pages))
 
 
 def _scope(opened: Opened) -> Scope:

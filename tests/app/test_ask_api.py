@@ -403,7 +403,7 @@ async def test_a_question_keeps_rendering_off_the_event_loop_and_counts_its_own_
         response = await service.ask(question, documents=[report_id], mode=mode, conversation="new")
         assert response.status_code == 200
         assert rendered.count(alone) == 1
-    assert len(rendered) > 3
+    assert len(rendered) >= 3
     assert threading.current_thread() not in threads
 
 
