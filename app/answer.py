@@ -17,7 +17,6 @@ from typing import Literal
 from app.citations import Citation, Evidence, cite
 from app.conversation import NEW, Claim, ConversationFixed, ConversationFull
 from app.material import Draft, Material, evidence_of, gather, in_volume
-from app.prompt import build_messages, question_start
 from app.scope import Scope, answer_room, in_order, salt_of
 from app.services import Services
 from retrieval.catalogue import READABLE, Document
@@ -483,14 +482,13 @@ def _request(
     material: Material, draft: Draft, services: Services, *, alone: bool, settled: bool
 ) -> tuple[Request, Plan]:
     """The request for a prompt, and how it will be read."""
-    render = services.engine.render_chat
     request = Request(
         prompt=material.prompt,
         id=f"ask-{uuid.uuid4().hex}",
         # A namespace that nobody else has holds nothing to be read from the cache.
         salt=uuid.uuid4().hex,
         sampling=Sampling(max_tokens=draft.max_tokens),
-        dense_from=question_start(material.prompt, build_messages([], draft.question), render),
+        dense_from=material.dense_from,
     )
     if alone:
         return request, services.engine.plan(request)

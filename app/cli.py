@@ -55,7 +55,7 @@ def serve(
     from app import log
     from app.server import serve as run
 
-    settings = _settings(host=host, port=port, model=model)
+    settings = settings_or_exit(host=host, port=port, model=model)
     log.configure()
     started = time.monotonic()
 
@@ -73,7 +73,7 @@ def prepare() -> None:
     """Prepare the default model once; later calls only check it."""
     from serving.model import PACKAGED, resolve_model
 
-    settings = _settings()
+    settings = settings_or_exit()
 
     async def work() -> None:
         started = time.monotonic()
@@ -353,7 +353,8 @@ def _files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def _settings(**overrides: Any) -> Settings:
+def settings_or_exit(**overrides: Any) -> Settings:
+    """The settings of this process; one that cannot be used ends the command with a sentence and exit code 2."""
     from app.settings import SettingsError, load_settings
 
     try:
@@ -367,7 +368,7 @@ def _with_client(work: Any, *, needs_engine: bool) -> None:
     from app import log
     from app.client import connect
 
-    settings = _settings()
+    settings = settings_or_exit()
     log.configure(logging.WARNING)
 
     async def run() -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from app.citations import Evidence
 from app.conversation import ConversationFixed, earlier_messages, section_sources
-from app.prompt import Source, build_messages
-from app.scope import Scope, aside_room, may_fit, pages_of, volume_source, volumes_of, whole_sources
+from app.prompt import Source, build_messages, question_tokens
+from app.scope import Cut, Scope, aside_room, may_fit, pages_of, whole_sources
 from app.services import Services
 from app.volumes import Volume, best_within, choose, top_hits
 from retrieval.catalogue import Document, StoredPage
@@ -55,6 +55,10 @@ class Draft:
             build_messages(sources, self.question, results=self.results, earlier=earlier.messages, number=number)
         )
 
+    def question_tokens(self, services: Services) -> int:
+        """`app.prompt.question_tokens` of whatever prompt is rendered."""
+        return question_tokens(build_messages([], self.question), services.engine.render_chat)
+
     def excess(self, prompt: Sequence[int], services: Services) -> PromptTooLong | None:
         """That the prompt and its answer do not fit the window together, if so."""
         window = services.engine.limits.window
@@ -80,17 +84,23 @@ class Opened:
 class Material:
     """A prompt and what it is made of.
 
-    The prompt belongs to the cache namespace of `scope`. `pages` are read whole, `sections` are those of this turn, and
-    `retrieve` is how many seconds searching for them took.
+    The prompt belongs to the cache namespace of `scope`, and ends with `question_tokens`. `pages` are read whole,
+    `sections` are those of this turn, and `retrieve` is how many seconds searching for them took.
     """
 
     mode: ReadAs
     prompt: list[int]
+    question_tokens: int
     scope: Scope
     pages: list[StoredPage]
     sections: list[Section]
     volume: Opened | None = None
     retrieve: float = 0.0
+
+    @property
+    def dense_from(self) -> int:
+        """The first token of the prompt's question part, or one a little before it."""
+        return max(0, len(self.prompt) - self.question_tokens)
 
 
 def gather(mode: str, draft: Draft, services: Services) -> Material:
@@ -129,17 +139,18 @@ def in_volume(draft: Draft, found: Material, services: Services) -> Material | N
     window = services.engine.limits.window
     if document is None or may_fit([document], window):
         return None
-    pages = services.catalogue.pages(document.id)
-    volume = choose(hits, document.id, volumes_of(document, pages, services.engine))
+    cut = services.cuts.of(document.id)
+    volume = choose(hits, document.id, cut.volumes)
     if volume is None:
         return None
-    opened = _open(document, volume, pages, services)
+    opened = _open(cut, volume, services)
     # Sections of the volume itself are given once more: right before the question they are found more surely.
     aside = best_within([section for section in found.sections if section in hits], aside_room(window))
     prompt = draft.render([opened.source], aside, services)
     if draft.excess(prompt, services):
         return None
-    return Material("volume", prompt, _scope(opened), opened.pages, aside, opened, found.retrieve)
+    tokens = found.question_tokens
+    return Material("volume", prompt, tokens, _scope(opened), opened.pages, aside, opened, found.retrieve)
 
 
 def evidence_of(material: Material, draft: Draft, services: Services) -> list[Evidence]:
@@ -158,7 +169,7 @@ def _whole(draft: Draft, services: Services) -> Material:
     prompt = draft.render(whole_sources(draft.documents, pages), (), services)
     if error := draft.excess(prompt, services):
         raise error
-    return Material("whole", prompt, Scope.of(draft.documents), pages, [])
+    return Material("whole", prompt, draft.question_tokens(services), Scope.of(draft.documents), pages, [])
 
 
 def _sections(draft: Draft, services: Services) -> Material:
@@ -187,9 +198,10 @@ def _sections(draft: Draft, services: Services) -> Material:
             raise error
         weakest = min(sections, key=lambda section: section.score)
         sections = [section for section in sections if section is not weakest]
+    tokens = draft.question_tokens(services)
     if opened is None:
-        return Material("retrieve", prompt, Scope.of(draft.documents), [], sections, retrieve=retrieve)
-    return Material("volume", prompt, _scope(opened), opened.pages, sections, opened, retrieve)
+        return Material("retrieve", prompt, tokens, Scope.of(draft.documents), [], sections, retrieve=retrieve)
+    return Material("volume", prompt, tokens, _scope(opened), opened.pages, sections, opened, retrieve)
 
 
 def _reopened(draft: Draft, services: Services) -> Opened | None:
@@ -197,20 +209,18 @@ def _reopened(draft: Draft, services: Services) -> Opened | None:
     if draft.past is None or draft.past.volume is None:
         return None
     id, number = draft.past.volume
-    document = next(document for document in draft.documents if document.id == id)
-    pages = services.catalogue.pages(id)
-    volumes = volumes_of(document, pages, services.engine)
-    if number > len(volumes):
+    cut = services.cuts.of(id)
+    if number > len(cut.volumes):
         raise ConversationFixed(
-            f"conversation {draft.past.id!r} began with volume {number} of document {id!r}, which has {len(volumes)} "
-            "in the model's window of today; start a new conversation"
+            f"conversation {draft.past.id!r} began with volume {number} of document {id!r}, which has "
+            f"{len(cut.volumes)} in the model's window of today; start a new conversation"
         )
-    return _open(document, volumes[number - 1], pages, services)
+    return _open(cut, cut.volumes[number - 1], services)
 
 
-def _open(document: Document, volume: Volume, pages: list[StoredPage], services: Services) -> Opened:
-    source = volume_source(document, volume, pages, services.engine)
-    return Opened(document.id, volume, volume.pages(pages), source)
+def _open(cut: Cut, volume: Volume, services: Services) -> Opened:
+    pages = services.catalogue.pages(cut.document.id, volume.first_page, volume.last_page)
+    return Opened(cut.document.id, volume, volume.pages(pages), cut.source(volume, pages))
 
 
 def _scope(opened: Opened) -> Scope:

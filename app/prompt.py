@@ -70,19 +70,16 @@ def build_messages(
     return [*(earlier or [Message("system", SYSTEM)]), user]
 
 
-def question_start(
-    prompt: Sequence[int], messages: Sequence[Message], render: Callable[[Sequence[Message]], Sequence[int]]
-) -> int:
-    """A token of the prompt that is the first of the question part, or a little before it.
+def question_tokens(messages: Sequence[Message], render: Callable[[Sequence[Message]], Sequence[int]]) -> int:
+    """How many tokens at the end of a prompt are its question part, or a few more than that.
 
     Args:
-        prompt: the rendered chat.
         messages: the chat as `build_messages` makes it, with the documents or with none.
         render: the engine's `render_chat`.
     """
-    # Documents are not tokenised once more. What comes before them is counted as well, which puts the position earlier
-    # by as much and leaves room for a token that holds a document's end and the mark.
-    return max(0, len(prompt) - len(render([_without_documents(message) for message in messages])))
+    # Documents are not tokenised once more. What comes before them is counted as well, which leaves room for a token
+    # that holds a document's end and the mark.
+    return len(render([_without_documents(message) for message in messages]))
 
 
 def _without_documents(message: Message) -> Message:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import sha256
 
 from app.prompt import VERSION, Excerpt, Source, build_messages
-from app.volumes import Volume, card, cut
+from app.volumes import Volume, card, cut, headings, table_of_contents
 from retrieval.catalogue import Catalogue, Document, StoredPage
 from retrieval.errors import RetrievalError
 from serving.engine import Engine
@@ -80,8 +81,46 @@ def aside_room(window: int) -> int:
     return min(_ASIDE_TOKENS, int(window * _ASIDE_SHARE))
 
 
-def volumes_of(document: Document, pages: Sequence[StoredPage], engine: Engine) -> tuple[Volume, ...]:
-    """The volumes of a document that the window does not hold; none where the window is too small for any. Blocks.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A document in volumes, none where the window is too small for any, and its table of contents, line by line."""
+
+    document: Document
+    volumes: tuple[Volume, ...]
+    contents: tuple[str, ...]
+
+    def source(self, volume: Volume, pages: Sequence[StoredPage]) -> Source:
+        """A volume as it goes into the prompt.
+
+        Args:
+            pages: those of the volume at least.
+        """
+        (source,) = whole_sources([self.document], volume.pages(pages))
+        return replace(source, card=card(volume, self.document.pages, self.contents))
+
+
+class Cuts:
+    """How the documents asked about last are cut: to find that out, all of a document is read."""
+
+    def __init__(self, catalogue: Catalogue, engine: Engine) -> None:
+        self._engine = engine
+        self._cut = lru_cache(maxsize=64)(lambda id, _: cut_of(catalogue.get(id), catalogue.pages(id), engine))
+
+    def of(self, document: str) -> Cut:
+        """How a document is cut; blocks.
+
+        Raises:
+            UnknownDocument: there is none of this id.
+        """
+        return self._cut(document, self._engine.limits.window)
+
+    def clear(self) -> None:
+        """Nothing of any document is kept."""
+        self._cut.cache_clear()
+
+
+def cut_of(document: Document, pages: Sequence[StoredPage], engine: Engine) -> Cut:
+    """Cut a document that the window does not hold. Blocks.
 
     Args:
         pages: all of it.
@@ -90,17 +129,10 @@ def volumes_of(document: Document, pages: Sequence[StoredPage], engine: Engine) 
     around = len(engine.render_chat(build_messages([Source(document.name, ())], "")))
     # Passages, the question, and the table of contents.
     room = window - answer_room(window) - around - _CARD_TOKENS - 3 * aside_room(window)
-    return cut(pages, room, engine.count_tokens) if room >= window * _LEAST_ROOM_SHARE else ()
-
-
-def volume_source(document: Document, volume: Volume, pages: Sequence[StoredPage], engine: Engine) -> Source:
-    """A volume as it goes into the prompt.
-
-    Args:
-        pages: all of the document.
-    """
-    (source,) = whole_sources([document], volume.pages(pages))
-    return replace(source, card=card(volume, pages, aside_room(engine.limits.window), engine.count_tokens))
+    if room < window * _LEAST_ROOM_SHARE:
+        return Cut(document, (), ())
+    contents = table_of_contents(headings(pages), aside_room(window), engine.count_tokens)
+    return Cut(document, cut(pages, room, engine.count_tokens), tuple(contents))
 
 
 def scopes_of(documents: Sequence[Document], catalogue: Catalogue, engine: Engine) -> list[Scope]:
@@ -109,8 +141,9 @@ def scopes_of(documents: Sequence[Document], catalogue: Catalogue, engine: Engin
         return [Scope.of(documents)]
     if len(documents) > 1:
         return []
-    volumes = volumes_of(documents[0], catalogue.pages(documents[0].id), engine)
-    return [Scope((documents[0].id,), volume.number) for volume in volumes]
+    (document,) = documents
+    volumes = cut_of(document, catalogue.pages(document.id), engine).volumes
+    return [Scope((document.id,), volume.number) for volume in volumes]
 
 
 def common_prompt(sources: Sequence[Source], engine: Engine) -> list[int]:
@@ -136,10 +169,11 @@ def prompt_of(scope: Scope, catalogue: Catalogue, engine: Engine) -> list[int]:
     if scope.volume is None:
         return common_prompt(whole_sources(documents, pages), engine)
     (document,) = documents
-    volumes = volumes_of(document, pages, engine)
+    known = cut_of(document, pages, engine)
+    volumes = known.volumes
     if scope.volume > len(volumes):
         raise RetrievalError(f"document {document.id!r} has {len(volumes)} volumes now, not a volume {scope.volume}")
-    return common_prompt([volume_source(document, volumes[scope.volume - 1], pages, engine)], engine)
+    return common_prompt([known.source(volumes[scope.volume - 1], pages)], engine)
 
 
 def salt_of(scope: Scope, how: str, engine: Engine, key: bytes) -> str:

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from app.conversation import Claims
 from app.metrics import Metrics
+from app.scope import Cuts
 from app.settings import Settings
 from app.warmer import Warmer
 from ingest.jobs import Jobs
@@ -79,6 +80,7 @@ class Services:
     jobs: Jobs
     engine: Engine
     warmer: Warmer
+    cuts: Cuts
     metrics: Metrics
     registry: CollectorRegistry
     lock: IO[str]
@@ -217,16 +219,21 @@ def build_services(settings: Settings, engine: Engine | None = None) -> Services
             count_tokens=engine.count_tokens,
         )
         warmer = Warmer(engine, catalogue, key, enabled=settings.warm, on_read=metrics.warmed)
+        cuts = Cuts(catalogue, engine)
+
+        async def forget(id: str) -> None:
+            cuts.clear()
+            await warmer.forget(id)
+
         jobs = Jobs(
             pipeline,
             on_end=metrics.ingested,
             on_ready=lambda id, last: warmer.arrived(id, last=last),
-            on_delete=warmer.forget,
+            on_delete=forget,
         )
         undo.pop_all()
-    return Services(
-        settings, key, catalogue, vectors, embedder, checks, workers, jobs, engine, warmer, metrics, registry, lock
-    )
+    parts = (settings, key, catalogue, vectors, embedder, checks, workers, jobs, engine, warmer, cuts, metrics)
+    return Services(*parts, registry, lock)
 
 
 def _engine(settings: Settings) -> Engine:

@@ -247,26 +247,26 @@ def _is_in_capitals(line: str) -> bool:
 # --- the card ---
 
 
-def card(volume: Volume, pages: Sequence[StoredPage], budget: int, count_tokens: Callable[[str], int]) -> str:
-    """Which volume this is, and what the whole document contains, as far as `budget` tokens allow.
+def card(volume: Volume, pages: int, contents: Sequence[str]) -> str:
+    """Which volume this is, and what the whole document contains.
 
     Args:
-        pages: all of the document.
-        budget: most tokens of the table of contents.
+        pages: how many the document has.
+        contents: its table of contents, line by line.
     """
     where = (
         f"page {volume.first_page}"
         if volume.first_page == volume.last_page
         else f"pages {volume.first_page} to {volume.last_page}"
     )
-    lines = [f"Volume {volume.number} of {volume.of}: {where} of {len(pages)}."]
-    if contents := _contents(headings(pages), budget, count_tokens):
+    lines = [f"Volume {volume.number} of {volume.of}: {where} of {pages}."]
+    if contents:
         lines += ["Contents of the whole document:", *contents]
     return "\n".join(lines)
 
 
-def _contents(found: Sequence[Heading], budget: int, count_tokens: Callable[[str], int]) -> list[str]:
-    """As many levels of headings as there is room for; where the highest is too many, evenly spread ones of it."""
+def table_of_contents(found: Sequence[Heading], budget: int, count_tokens: Callable[[str], int]) -> list[str]:
+    """As many levels of headings as `budget` tokens hold; where the highest is too many, evenly spread ones of it."""
 
     def fits(lines: Sequence[str]) -> bool:
         # Counting hundreds of lines takes its time, and none has less than a token.

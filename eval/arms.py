@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from serving.config import EngineConfig
 
 
@@ -97,7 +97,7 @@ def parse_arms(text: str) -> tuple[Arm, ...]:
     """Arms from a list with commas.
 
     Raises:
-        BadArms: an arm is unknown, is there twice, or has a setting that does not exist.
+        BadUsage: an arm is unknown, is there twice, or has a setting that does not exist.
     """
     return _different(_parse_arm(part.strip()) for part in text.split(","))
 
@@ -106,7 +106,7 @@ def sweep_arms(sweep: Sequence[str]) -> tuple[Arm, ...]:
     """An exact arm for each combination of values, such as `["chunk=256,512", "kv=auto,fp8"]`.
 
     Raises:
-        BadArms: a setting does not exist.
+        BadUsage: a setting does not exist.
     """
     axes = []
     for axis in sweep:
@@ -135,7 +135,7 @@ def _different(arms: Iterable[Arm]) -> tuple[Arm, ...]:
     different: dict[str, Arm] = {}
     for arm in arms:
         if arm.name in different:
-            raise BadArms(f"the arm {arm.name!r} is there twice; write 'again' for a second exact one")
+            raise BadUsage(f"the arm {arm.name!r} is there twice; write 'again' for a second exact one")
         different[arm.name] = arm
     return tuple(different.values())
 
@@ -143,7 +143,7 @@ def _different(arms: Iterable[Arm]) -> tuple[Arm, ...]:
 def _parse_arm(text: str) -> Arm:
     name, *settings = text.split("+")
     if name not in _NAMED:
-        raise BadArms(
+        raise BadUsage(
             f"there is no arm {name!r}; use one of {', '.join(_NAMED)}, with settings as in 'exact+chunk=256'"
         )
     given: dict[str, Any] = {}
@@ -151,15 +151,15 @@ def _parse_arm(text: str) -> Arm:
         key, _, value = setting.partition("=")
         if key not in _ALL_KEYS or not value or key in given:
             known = ", ".join(f"{name}=..." for name in _ALL_KEYS)
-            raise BadArms(f"the arm {text!r} has the setting {setting!r}; use each of {known} at most once")
+            raise BadUsage(f"the arm {text!r} has the setting {setting!r}; use each of {known} at most once")
         if key == "chunk" and not (value.isdigit() and int(value)):
-            raise BadArms(f"the arm {text!r} has chunk={value!r}; give the tokens of a step, such as chunk=512")
+            raise BadUsage(f"the arm {text!r} has chunk={value!r}; give the tokens of a step, such as chunk=512")
         given[key] = int(value) if key == "chunk" else value
     named, selector, published = _NAMED[name], given.pop(_SELECT, None), given.pop(_PUBLISHED, None)
     if (selector or published) and not named.accelerated:
-        raise BadArms(f"the arm {text!r} reads exactly and has nothing to select; write 'sparse+select=...'")
+        raise BadUsage(f"the arm {text!r} reads exactly and has nothing to select; write 'sparse+select=...'")
     if selector and published:
-        raise BadArms(f"the arm {text!r} selects in two ways; give one of select=... and published=...")
+        raise BadUsage(f"the arm {text!r} selects in two ways; give one of select=... and published=...")
     return replace(
         named,
         name=text,
@@ -176,5 +176,5 @@ def _multiple(arm: str, text: str) -> float:
     except ValueError:
         multiple = math.nan
     if not 0 < multiple < math.inf:
-        raise BadArms(f"the arm {arm!r} has published={text!r}; give a multiple of the density, such as published=2")
+        raise BadUsage(f"the arm {arm!r} has published={text!r}; give a multiple of the density, such as published=2")
     return multiple

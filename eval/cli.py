@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from app import log
+from app.cli import settings_or_exit
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -70,7 +71,7 @@ def speed(
 ) -> None:
     """Time to first token of arms, paired on the same prompts."""
     from eval.arms import parse_arms, sweep_arms
-    from eval.errors import BadArms
+    from eval.errors import BadUsage
     from eval.identity import identity
     from eval.results import default_path, plain, results_file
     from eval.serve import opened
@@ -83,7 +84,7 @@ def speed(
         config = _engine_config()
         config = with_shape(config, shape) if shape else config
         if sweep and arms:
-            raise BadArms("--sweep makes its own arms; give either --sweep or --arms")
+            raise BadUsage("--sweep makes its own arms; give either --sweep or --arms")
         chosen = sweep_arms(sweep.split()) if sweep else parse_arms(arms or "exact,again")
         sizes = _numbers(lengths)
         about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen], "at_once": at_once}
@@ -325,13 +326,8 @@ def _engine_config() -> EngineConfig:
 
 def _settings() -> Settings:
     from app.server import silence
-    from app.settings import SettingsError, load_settings
 
-    try:
-        settings = load_settings()
-    except SettingsError as error:
-        _say(str(error))
-        raise typer.Exit(2) from error
+    settings = settings_or_exit()
     silence(settings)
     return settings
 
@@ -339,14 +335,14 @@ def _settings() -> Settings:
 @contextmanager
 def _told() -> Iterator[None]:
     """A foreseeable failure is one sentence; exit code 2 when the command was wrong, else 1."""
-    from eval.errors import BadArms, EvalError
+    from eval.errors import BadUsage, EvalError
     from serving.errors import ServingError
 
     try:
         yield
     except (EvalError, ServingError) as error:
         _say(str(error))
-        raise typer.Exit(2 if isinstance(error, BadArms) else 1) from error
+        raise typer.Exit(2 if isinstance(error, BadUsage) else 1) from error
 
 
 @contextmanager
@@ -368,11 +364,11 @@ def _progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    from eval.errors import BadArms
+    from eval.errors import BadUsage
 
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) for part in parts):
-        raise BadArms(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
+        raise BadUsage(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -1,7 +1,7 @@
 """What can go wrong with a measurement.
 
 EvalError
-├── BadArms       the arms or the suite cannot be run as asked
+├── BadUsage      what was asked for cannot be run as asked: arms, a suite, a file, a shape
 └── NotMeasured   a run ended without the figures it was started for
 """
 
@@ -10,8 +10,8 @@ class EvalError(Exception):
     """Base of every error of this package."""
 
 
-class BadArms(EvalError):
-    """The arms or the suite cannot be run as asked."""
+class BadUsage(EvalError):
+    """What was asked for cannot be run as asked: arms, a suite, a file, a shape."""
 
 
 class NotMeasured(EvalError):

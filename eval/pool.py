@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.arms import Arm, Variant
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from eval.quality import Answer, Report, Suite, report_of
 from eval.served import Served
 
@@ -33,7 +33,7 @@ def pooled(files: Sequence[Path]) -> tuple[Report, dict[str, Any]]:
     """The report of all runs together, and what they have in common.
 
     Raises:
-        BadArms: a file is no quality run, two runs differ in more than their prompts, or they share prompts.
+        BadUsage: a file is no quality run, two runs differ in more than their prompts, or they share prompts.
         NotMeasured: an arm gave no answer at all.
     """
     runs = [_read(file) for file in files]
@@ -44,7 +44,7 @@ def pooled(files: Sequence[Path]) -> tuple[Report, dict[str, Any]]:
     arms = [Arm(**{**arm, "variant": Variant(**arm["variant"])}) for arm in first["arms"]]
     answered = {answer.arm for answer in answers}
     if arms[0].name not in answered:
-        raise BadArms(f"the files hold no answer of the control {arms[0].name!r}; let the runs go on for longer")
+        raise BadUsage(f"the files hold no answer of the control {arms[0].name!r}; let the runs go on for longer")
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in first["suite"].items()
     }
@@ -63,7 +63,7 @@ def _read(file: Path) -> _Run:
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadArms(f"the results file {str(file)!r} cannot be read: {error}") from error
+        raise BadUsage(f"the results file {str(file)!r} cannot be read: {error}") from error
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -71,7 +71,7 @@ def _read(file: Path) -> _Run:
         except ValueError as error:
             # A run that is ended from outside may leave half a line.
             if number < len(lines):
-                raise BadArms(f"line {number} of {str(file)!r} is not JSON; is it a results file?") from error
+                raise BadUsage(f"line {number} of {str(file)!r} is not JSON; is it a results file?") from error
     try:
         about = records[0]
         # Older runs do not say it, for there was no choice.
@@ -79,9 +79,9 @@ def _read(file: Path) -> _Run:
         answers = tuple(_answer(record) for record in records if record["kind"] == "answer")
         missing = {*_SAME, "seed", "date", "suite"} - about.keys()
     except (IndexError, KeyError, TypeError) as error:
-        raise BadArms(f"{str(file)!r} does not hold the answers of a quality run; give files of 'quality'") from error
+        raise BadUsage(f"{str(file)!r} does not hold the answers of a quality run; give files of 'quality'") from error
     if missing:
-        raise BadArms(f"{str(file)!r} does not begin with what a quality run measured; give files of 'quality'")
+        raise BadUsage(f"{str(file)!r} does not begin with what a quality run measured; give files of 'quality'")
     return _Run(file, about, answers)
 
 
@@ -97,10 +97,10 @@ def _answer(record: Mapping[str, Any]) -> Answer:
 def _require_same(one: _Run, other: _Run) -> None:
     for name in _SAME:
         if one.about[name] != other.about[name]:
-            raise BadArms(f"{str(one.file)!r} and {str(other.file)!r} differ in their {name}; pool runs of the same")
+            raise BadUsage(f"{str(one.file)!r} and {str(other.file)!r} differ in their {name}; pool runs of the same")
     for name in _DECIDES:
         if one.about["suite"][name] != other.about["suite"][name]:
-            raise BadArms(f"{str(one.file)!r} and {str(other.file)!r} differ in their {name}; pool runs of one suite")
+            raise BadUsage(f"{str(one.file)!r} and {str(other.file)!r} differ in their {name}; pool runs of one suite")
 
 
 def _together(runs: Sequence[_Run]) -> list[Answer]:
@@ -111,7 +111,7 @@ def _together(runs: Sequence[_Run]) -> list[Answer]:
             context = f"{run.about['seed']}/{answer.context}"
             key = answer.arm, context, answer.question
             if key in answers:
-                raise BadArms(
+                raise BadUsage(
                     f"{str(run.file)!r} asks {answer.context!r} of seed {run.about['seed']} once more; "
                     "give every run a seed of its own"
                 )

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, get_args
 
 from eval.arms import Arm, by_engine
-from eval.errors import BadArms, NotMeasured
+from eval.errors import BadUsage, NotMeasured
 from eval.measures import agreement, contains, exact, f1, first_token, rouge_l, supported_share
 from eval.results import Results
 from eval.serve import EngineServer, OpenServer, messages_of, probe
@@ -62,11 +62,11 @@ class Suite:
         """The suite with only these tasks and languages, or with other lengths or numbers; None leaves it as it is.
 
         Raises:
-            BadArms: the suite has no such task or language.
+            BadUsage: the suite has no such task or language.
         """
         for kind, wanted, there in (("task", tasks, self.tasks), ("language", languages, self.languages)):
             if unknown := set(wanted or ()) - set(there):
-                raise BadArms(f"the suite {self.name!r} has no {kind} {min(unknown)!r}; it has {', '.join(there)}")
+                raise BadUsage(f"the suite {self.name!r} has no {kind} {min(unknown)!r}; it has {', '.join(there)}")
         return replace(
             self,
             tasks=tuple(task for task in self.tasks if tasks is None or task in tasks),
@@ -82,7 +82,7 @@ class Suite:
         left_out = [language for language in self.languages if language not in _PACKAGED_LANGUAGES]
         kept = tuple(language for language in self.languages if language in _PACKAGED_LANGUAGES)
         if not kept:
-            raise BadArms("the packaged model reads English only; set FOREWORD_MODEL to one that reads the others")
+            raise BadUsage("the packaged model reads English only; set FOREWORD_MODEL to one that reads the others")
         return replace(self, languages=kept), tuple(
             f"skipped {language}: the packaged model reads English only" for language in left_out
         )
@@ -188,7 +188,7 @@ def load_suite(name: str) -> Suite:
     """A suite of the package by name, or a TOML file by path.
 
     Raises:
-        BadArms: there is none, or it lacks something.
+        BadUsage: there is none, or it lacks something.
     """
     file = _SUITES / f"{name}.toml" if "/" not in name and not name.endswith(".toml") else Path(name)
     try:
@@ -198,11 +198,11 @@ def load_suite(name: str) -> Suite:
         suite = Suite(name=name, **{**settings, **tuples})
     except FileNotFoundError as error:
         known = ", ".join(sorted(path.stem for path in _SUITES.glob("*.toml")))
-        raise BadArms(f"there is no suite {name!r}; use one of {known}, or give a TOML file") from error
+        raise BadUsage(f"there is no suite {name!r}; use one of {known}, or give a TOML file") from error
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise BadArms(f"the suite {name!r} cannot be read: {error}") from error
+        raise BadUsage(f"the suite {name!r} cannot be read: {error}") from error
     if told := _fault(suite):
-        raise BadArms(f"the suite {name!r} cannot be used: {told}")
+        raise BadUsage(f"the suite {name!r} cannot be used: {told}")
     return suite
 
 
@@ -239,7 +239,7 @@ async def run_quality(
         step: called after each context of each arm.
 
     Raises:
-        BadArms: an arm cannot be served as it says.
+        BadUsage: an arm cannot be served as it says.
         NotMeasured: an arm gave no answer at all.
         StartError: an engine does not start.
     """
@@ -263,7 +263,7 @@ async def run_quality(
                             for answer in given:
                                 results.add("answer", asdict(answer))
                             step()
-        except (StartError, BadArms) as error:
+        except (StartError, BadUsage) as error:
             if not answers:
                 raise
             skipped += [f"{arm.name}: not measured, {error}" for arm in group]
@@ -274,7 +274,7 @@ async def run_quality(
 
 def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
     if not isinstance(server, EngineServer):
-        raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
+        raise BadUsage("the first arm is the control and counts the tokens; let it be one of this machine")
     for task, language, length, number in suite.contexts:
         try:
             yield build_context(
@@ -288,7 +288,7 @@ def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
                 count_prompt=server.count_prompt,
             )
         except ValueError as error:
-            raise BadArms(str(error)) from error
+            raise BadUsage(str(error)) from error
 
 
 async def _ask(context: Context, arm: Arm, server: Server) -> list[Answer]:

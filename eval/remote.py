@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from eval.arms import Arm
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from eval.served import Served, checked, without_question
 from serving.engine import Message, exact_path
 
@@ -36,14 +36,14 @@ class RemoteServer:
         """A client of the server at `url` (without `/v1`); its first model when none is named.
 
         Raises:
-            BadArms: nothing answers there, or it serves no model.
+            BadUsage: nothing answers there, or it serves no model.
         """
         async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT) as http:
             try:
                 listed = (await http.get("/v1/models")).raise_for_status().json()["data"]
                 served = model or str(listed[0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                raise BadArms(
+                raise BadUsage(
                     f"the server at {url!r} does not answer /v1/models as the OpenAI API does "
                     f"({type(error).__name__}: {error}); start it, or give its address without '/v1'"
                 ) from error
@@ -55,7 +55,7 @@ class RemoteServer:
 
     def require(self, arm: Arm) -> None:
         if arm.accelerated:
-            raise BadArms(f"the arm {arm.name!r} is our own prefill, and a foreign server has none")
+            raise BadUsage(f"the arm {arm.name!r} is our own prefill, and a foreign server has none")
 
     async def serve(
         self, messages: Sequence[Message], arm: Arm, *, salt: str, max_tokens: int, logprobs: int | None = None

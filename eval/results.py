@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from eval.errors import BadArms
+from eval.errors import BadUsage
 
 
 class Results:
@@ -40,15 +40,15 @@ def results_file(path: Path) -> Iterator[Results]:
     """A new results file.
 
     Raises:
-        BadArms: there is one already (measured results are never overwritten), or it cannot be written.
+        BadUsage: there is one already (measured results are never overwritten), or it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.open("x", encoding="utf-8")
     except OSError as error:
         if path.exists():
-            raise BadArms(f"the results file {str(path)!r} is there already; name another one with --out") from error
-        raise BadArms(f"the results file {str(path)!r} cannot be written ({error.strerror}); set --out") from error
+            raise BadUsage(f"the results file {str(path)!r} is there already; name another one with --out") from error
+        raise BadUsage(f"the results file {str(path)!r} cannot be written ({error.strerror}); set --out") from error
     with stream:
         yield Results(stream)
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from app.prompt import Excerpt, Source, build_messages, question_start
+from app.prompt import Excerpt, Source, build_messages, question_tokens
 from app.scope import shared_tokens
 from eval.arms import Arm, Variant
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from eval.remote import RemoteServer
 from eval.served import Served, Server, checked, without_question
 from eval.tasks.task import Question
@@ -33,16 +33,16 @@ def engine_named(name: str, arms: Sequence[Arm]) -> EngineName:
     """The engine of this name, which must be one that can serve all the arms.
 
     Raises:
-        BadArms: there is no such engine, or an arm has a setting that it does not have.
+        BadUsage: there is no such engine, or an arm has a setting that it does not have.
     """
     engines: tuple[EngineName, ...] = get_args(EngineName)
     engine = next((known for known in engines if known == name), None)
     if engine is None:
-        raise BadArms(f"there is no engine {name!r}; use {' or '.join(engines)}")
+        raise BadUsage(f"there is no engine {name!r}; use {' or '.join(engines)}")
     for arm in arms if engine == "reference" else ():
         for setting in _VLLM_ONLY:
             if getattr(arm.variant, setting) is not None:
-                raise BadArms(
+                raise BadUsage(
                     f"the arm {arm.name!r} cannot be measured: the reference engine has no {setting}; "
                     "leave the setting out or measure with --engine vllm"
                 )
@@ -53,7 +53,7 @@ async def probe(arms: Sequence[Arm], open_server: OpenServer) -> None:
     """Ask every foreign server for its model before the first engine is started.
 
     Raises:
-        BadArms: one of them does not answer.
+        BadUsage: one of them does not answer.
     """
     for variant in {arm.variant for arm in arms if arm.variant.url is not None}:
         async with open_server(variant) as server:
@@ -91,7 +91,7 @@ class EngineServer:
 
     def require(self, arm: Arm) -> None:
         if arm.accelerated and not self._engine.capabilities.sparse:
-            raise BadArms(
+            raise BadUsage(
                 f"the arm {arm.name!r} needs an engine with sparse prefill, and none is active in this one; "
                 "see that FOREWORD_ACCELERATION is on"
             )
@@ -111,7 +111,7 @@ class EngineServer:
             sampling=Sampling(max_tokens=max_tokens, logprobs=logprobs),
             prefill="sparse" if arm.accelerated else "exact",
             selector=arm.at(len(prompt)).selector,
-            dense_from=question_start(prompt, messages, self._engine.render_chat),
+            dense_from=max(0, len(prompt) - question_tokens(messages, self._engine.render_chat)),
         )
         try:
             if arm.warm:

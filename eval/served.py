@@ -55,7 +55,7 @@ class Server(Protocol):
         """Refuse an arm that cannot be served as it says.
 
         Raises:
-            BadArms: what is missing.
+            BadUsage: what is missing.
         """
         ...
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from serving.config import EngineConfig
 from serving.model import prepare_packaged
 
@@ -57,10 +57,10 @@ def with_shape(config: EngineConfig, shape: str) -> EngineConfig:
     """The engine settings with a model of this shape and random weights, made under the models' folder.
 
     Raises:
-        BadArms: there is no such shape.
+        BadUsage: there is no such shape.
     """
     if shape not in SHAPES:
-        raise BadArms(f"there is no shape {shape!r}; use one of {', '.join(SHAPES)}")
+        raise BadUsage(f"there is no shape {shape!r}; use one of {', '.join(SHAPES)}")
     models = config.models_dir.expanduser()
     folder = models / f"shape-{shape}"
     folder.mkdir(parents=True, exist_ok=True)

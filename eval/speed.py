@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from eval.arms import Arm, by_engine
-from eval.errors import BadArms, NotMeasured
+from eval.errors import BadUsage, NotMeasured
 from eval.identity import device_memory, peak_memory
 from eval.results import Results
 from eval.serve import EngineServer, OpenServer, messages_of, probe
@@ -99,7 +99,7 @@ async def run_speed(
         step: called after each timed prompt of each arm.
 
     Raises:
-        BadArms: an arm cannot be served as it says.
+        BadUsage: an arm cannot be served as it says.
         NotMeasured: nothing could be read at all.
         StartError: the engine of the first arm does not start.
     """
@@ -108,7 +108,7 @@ async def run_speed(
     limits: list[str] = []
     memory: dict[tuple[str, int], int | None] = {}
     if short := next((arm for arm in arms if arm.keep < 1), None):
-        raise BadArms(f"the arm {short.name!r} reads shorter prompts, so its speed cannot be compared")
+        raise BadUsage(f"the arm {short.name!r} reads shorter prompts, so its speed cannot be compared")
     await probe(arms, open_server)
     for place, (variant, group) in enumerate(by_engine(arms)):
         try:
@@ -129,7 +129,7 @@ async def run_speed(
                         limits.append(_limit(group, length, good, failure))
                         say(limits[-1])
                         break
-        except (StartError, BadArms) as error:
+        except (StartError, BadUsage) as error:
             if not timed:
                 raise
             # One variant of a sweep may not exist on this machine; the others still count.
@@ -149,7 +149,7 @@ async def run_speed(
 def _prompts(prompts: dict[int, list[Context]], length: int, timed: int, seed: int, server: Server) -> str | None:
     """Make the prompts of a length, one more than is timed; says why when the model cannot read them."""
     if not isinstance(server, EngineServer):
-        raise BadArms("the first arm is the control and counts the tokens; let it be one of this machine")
+        raise BadUsage("the first arm is the control and counts the tokens; let it be one of this machine")
     if length >= server.window:
         return f"the window is {server.window:,} tokens"
     try:

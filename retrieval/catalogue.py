@@ -204,10 +204,11 @@ class Catalogue:
                 _ChunkRow(document=id, number=c.number, page=c.page, start=c.start, end=c.end) for c in chunks
             )
 
-    def pages(self, id: str) -> list[StoredPage]:
-        """All pages of a document in order."""
+    def pages(self, id: str, first: int = 1, last: int | None = None) -> list[StoredPage]:
+        """Pages of a document in order, all of them or those from `first` to `last`."""
+        query = select(_PageRow).where(_PageRow.document == id, _PageRow.number >= first).order_by(_PageRow.number)
         with self._transaction() as session:
-            rows = session.scalars(select(_PageRow).where(_PageRow.document == id).order_by(_PageRow.number))
+            rows = session.scalars(query if last is None else query.where(_PageRow.number <= last))
             return [_page(row) for row in rows]
 
     def page(self, id: str, number: int) -> StoredPage:

@@ -26,6 +26,10 @@ from serving.scripted_engine import ScriptedEngine
 from tests.documents import Report, as_pdf, report
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when torch is loaded: threads that have nothing to do sleep. Where cores are shared, waiting threads that spin
+# keep the working one from its core, and a kernel of milliseconds takes half a minute.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+os.environ["KMP_BLOCKTIME"] = "0"
 for _name in [name for name in os.environ if name.startswith("FOREWORD_")]:
     del os.environ[_name]
 

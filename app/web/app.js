@@ -448,6 +448,7 @@ class ReadingBar {
 
 class Turn {
   constructor(question, scope) {
+    this.question = question;
     this.reading = new ReadingBar();
     this.context = make("p", { className: "quiet", textContent: scope });
     this.streamed = new Text();
@@ -567,8 +568,22 @@ class Turn {
   fail(message, type) {
     this.end();
     this.gone = type === GONE;
-    if (this.gone) return followBottom(() => showText(this.problem, GONE_TEXT));
-    followBottom(() => showText(this.problem, message));
+    const text = STUCK[type];
+    followBottom(() => {
+      showText(this.problem, this.gone ? GONE_TEXT : text ?? message);
+      if (text) this.problem.append(" ", this.startAnew());
+    });
+  }
+
+  /** The next step where a conversation takes no question: a new one, with the question that it did not take. */
+  startAnew() {
+    const onclick = () => {
+      this.problem.querySelector("button").remove();
+      endConversation();
+      byId("question").value ||= this.question;
+      byId("question").focus();
+    };
+    return make("button", { type: "button", className: "link", textContent: "Ask in a new conversation", onclick });
   }
 
   stopped() {
@@ -611,6 +626,11 @@ function followBottom(change) {
 const GONE = "unknown_conversation";
 const GONE_TEXT = "The conversation was deleted meanwhile, or a document that it was about. The next question begins a "
   + "new one.";
+// The server names the conversation by its id, which nobody has seen here.
+const STUCK = {
+  conversation_full: "This conversation has become too long for the model to read together with another question.",
+  conversation_busy: "The question before this one is still being answered. Wait a moment, then ask again.",
+};
 let running = null;
 
 function updateComposer() {
@@ -650,9 +670,8 @@ async function receiveAnswer(turn, question, signal) {
     turn.fail("The connection closed before the answer was complete. The server may have restarted: ask again.");
   } catch (problem) {
     if (signal.aborted) return turn.stopped();
-    turn.fail(problem instanceof Refusal
-      ? problem.message
-      : `The answer could not be received (${problem.message}). Check the connection to the server, then ask again.`);
+    if (problem instanceof Refusal) return turn.fail(problem.message, problem.type);
+    turn.fail(`The answer could not be received (${problem.message}). Check the connection to the server, then ask again.`);
   }
 }
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from app.answer import Ask, Context, Event, Prepared, Token, answer, prepare_answer
 from app.metrics import Metrics
+from app.prompt import build_messages
 from retrieval.catalogue import Document
 from serving.engine import Message, Prefill, State
 from serving.errors import EngineDied
@@ -378,6 +379,31 @@ async def test_a_question_keeps_the_database_off_the_event_loop(
     for mode in ("retrieve", "auto"):
         await service.ask("Where is the spare key kept?", documents=[report_id], mode=mode)
     assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_a_question_keeps_rendering_off_the_event_loop_and_counts_its_own_tokens_once(
+    service: Service, report_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    rendered: list[Sequence[Message]] = []
+    render = service.engine.render_chat
+
+    def watched(messages: Sequence[Message]) -> list[int]:
+        threads.add(threading.current_thread())
+        rendered.append(messages)
+        return render(messages)
+
+    monkeypatch.setattr(service.engine, "render_chat", watched)
+    question = "Where is the spare key kept?"
+    alone = build_messages([], question)
+    # Where volumes are possible, `auto` makes two prompts for a question.
+    for mode in ("retrieve", "auto"):
+        rendered.clear()
+        response = await service.ask(question, documents=[report_id], mode=mode, conversation="new")
+        assert response.status_code == 200
+        assert rendered.count(alone) == 1
+    assert len(rendered) >= 3
     assert threading.current_thread() not in threads
 
 

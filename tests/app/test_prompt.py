@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from app.prompt import QUESTION, SYSTEM, Excerpt, Source, build_messages, question_start
+from app.prompt import QUESTION, SYSTEM, Excerpt, Source, build_messages, question_tokens
 from serving.config import EngineConfig
 from serving.engine import Message
 from serving.scripted_engine import ScriptedEngine
@@ -87,13 +87,13 @@ def test_the_question_is_all_after_its_start(tokenizer: tuple[Render, Decode], q
         source = Source("log.txt", (Excerpt(1, "The wind was north. " * 200), Excerpt(2, end)))
         messages = [*build_messages([source], question), *begun]
         prompt = render(messages)
-        start = question_start(prompt, messages, render)
+        start = len(prompt) - question_tokens(messages, render)
         assert QUESTION + question.strip() in decode(prompt[start:])
         # Nearly all of the documents come before it.
         assert decode(prompt[:start]).count("The wind was north.") > 180
-        assert start == question_start(prompt, [*build_messages([], question), *begun], render)
+        assert len(prompt) - start == question_tokens([*build_messages([], question), *begun], render)
 
 
 def test_a_question_about_nothing_begins_with_the_prompt() -> None:
     messages, render = build_messages([], "Why?"), ScriptedEngine().render_chat
-    assert question_start(render(messages), messages, render) == 0
+    assert question_tokens(messages, render) >= len(render(messages))

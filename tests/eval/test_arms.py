@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from eval.arms import Arm, Variant, by_engine, parse_arms, published_density, sweep_arms
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from serving.config import EngineConfig
 
 
@@ -74,7 +74,7 @@ def test_arms_are_read(text: str, arms: list[Arm]) -> None:
     ],
 )
 def test_wrong_arms_are_told(text: str, told: str) -> None:
-    with pytest.raises(BadArms, match=told):
+    with pytest.raises(BadUsage, match=told):
         parse_arms(text)
 
 
@@ -89,7 +89,7 @@ def test_a_sweep_is_every_combination() -> None:
 
 
 def test_a_sweep_over_the_same_value_twice_is_told() -> None:
-    with pytest.raises(BadArms, match="is there twice"):
+    with pytest.raises(BadUsage, match="is there twice"):
         sweep_arms(["chunk=256,256"])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval.arms import parse_arms
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from eval.pool import pooled
 from eval.quality import Report, Suite, load_suite, run_quality
 from eval.results import results_file
@@ -88,7 +88,7 @@ async def test_other_measurements_are_not_pooled(seed: int, about: dict[str, Any
     suite = replace(SUITE, number=1)
     await measured(tmp_path / "a", 1, suite)
     await measured(tmp_path / "b", seed, suite, about)
-    with pytest.raises(BadArms, match=told):
+    with pytest.raises(BadUsage, match=told):
         pooled([tmp_path / "a", tmp_path / "b"])
 
 
@@ -103,7 +103,7 @@ async def test_other_measurements_are_not_pooled(seed: int, about: dict[str, Any
 )
 def test_what_is_no_quality_run_is_told(content: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_text(content)
-    with pytest.raises(BadArms, match=told):
+    with pytest.raises(BadUsage, match=told):
         pooled([tmp_path / "a"])
 
 
@@ -111,5 +111,5 @@ async def test_a_run_without_the_control_is_told(tmp_path: Path) -> None:
     await measured(tmp_path / "a", 1)
     lines = (tmp_path / "a").read_text().splitlines(keepends=True)
     (tmp_path / "a").write_text("".join(line for line in lines if '"arm": "exact"' not in line))
-    with pytest.raises(BadArms, match="no answer of the control 'exact'"):
+    with pytest.raises(BadUsage, match="no answer of the control 'exact'"):
         pooled([tmp_path / "a"])

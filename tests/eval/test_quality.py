@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eval.arms import Variant, parse_arms
-from eval.errors import BadArms, NotMeasured
+from eval.errors import BadUsage, NotMeasured
 from eval.quality import Report, Suite, load_suite, run_quality, summary
 from eval.results import Results
 from eval.served import Server
@@ -130,7 +130,7 @@ async def test_a_warm_arm_is_served_from_the_cache(results: Results) -> None:
 
 
 async def test_tasks_that_do_not_fit_are_told(results: Results) -> None:
-    with pytest.raises(BadArms, match="does not fit 100 tokens"):
+    with pytest.raises(BadUsage, match="does not fit 100 tokens"):
         await run("exact", results, replace(SUITE, lengths=(100,)))
 
 
@@ -159,7 +159,7 @@ async def test_a_suite_can_pass_with_a_fifth_of_it_not_informative(name: str, re
 
 
 async def test_an_engine_without_sparse_prefill_is_not_called_sparse(results: Results) -> None:
-    with pytest.raises(BadArms, match=r"'sparse' needs an engine with sparse prefill.* FOREWORD_ACCELERATION is on"):
+    with pytest.raises(BadUsage, match=r"'sparse' needs an engine with sparse prefill.* FOREWORD_ACCELERATION is on"):
         await run("exact,sparse", results)
 
 
@@ -216,16 +216,16 @@ def test_wrong_suites_are_told(name: str, content: str | None, told: str, tmp_pa
     if content is not None:
         (tmp_path / name).write_text(content)
         name = str(tmp_path / name)
-    with pytest.raises(BadArms, match=told):
+    with pytest.raises(BadUsage, match=told):
         load_suite(name)
 
 
 def test_a_suite_is_narrowed_only_to_what_it_has() -> None:
     suite = load_suite("full")
     assert suite.narrowed(tasks=["hops"], lengths=[512]).tasks == ("hops",)
-    with pytest.raises(BadArms, match="has no task 'chess'"):
+    with pytest.raises(BadUsage, match="has no task 'chess'"):
         suite.narrowed(tasks=["chess"])
-    with pytest.raises(BadArms, match="has no language 'fr'"):
+    with pytest.raises(BadUsage, match="has no language 'fr'"):
         suite.narrowed(languages=["fr"])
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from eval.arms import Arm, Variant
-from eval.errors import BadArms
+from eval.errors import BadUsage
 from eval.remote import RemoteServer
 from eval.serve import opened
 from serving.config import EngineConfig
@@ -120,12 +120,12 @@ async def test_an_error_of_the_caller_is_not_the_servers() -> None:
 
 async def test_a_server_that_is_not_there_is_told() -> None:
     variant = Variant(url="http://127.0.0.1:9")
-    with pytest.raises(BadArms, match=r"'http://127.0.0.1:9' does not answer /v1/models"):
+    with pytest.raises(BadUsage, match=r"'http://127.0.0.1:9' does not answer /v1/models"):
         async with opened(variant, EngineConfig(), print):
             pass
 
 
 async def test_a_foreign_server_is_not_called_sparse() -> None:
     async with serving([]) as url, RemoteServer.connect(url, None) as server:
-        with pytest.raises(BadArms, match="a foreign server has none"):
+        with pytest.raises(BadUsage, match="a foreign server has none"):
             server.require(Arm("sparse", accelerated=True))

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from eval.arms import Variant, parse_arms
-from eval.errors import BadArms, NotMeasured
+from eval.errors import BadUsage, NotMeasured
 from eval.results import Results
 from eval.serve import OpenServer
 from eval.speed import Speed, run_speed
@@ -115,7 +115,7 @@ async def test_one_prompt_has_no_interval_and_is_still_json(results: Results, li
 
 
 async def test_a_shorter_prompt_is_no_match(results: Results) -> None:
-    with pytest.raises(BadArms, match="'half' reads shorter prompts"):
+    with pytest.raises(BadUsage, match="'half' reads shorter prompts"):
         await run("exact,half", [400], results)
 
 
@@ -125,7 +125,7 @@ async def test_nothing_measured_is_an_error(results: Results) -> None:
 
 
 async def test_an_arm_that_cannot_be_served_is_refused(results: Results) -> None:
-    with pytest.raises(BadArms, match="sparse prefill"):
+    with pytest.raises(BadUsage, match="sparse prefill"):
         await run("sparse", [400], results)
 
 

@@ -139,6 +139,12 @@ def test_stored_pages_and_counts(catalogue: Catalogue) -> None:
         (1, "i", TEXTS[0], 9),
         (2, "ii", TEXTS[1], 5),
     ]
+    assert [[p.number for p in catalogue.pages("d", *some)] for some in ((2,), (1, 1), (2, 9), (3, 3))] == [
+        [2],
+        [1],
+        [2],
+        [],
+    ]
     assert catalogue.page("d", 2) == StoredPage("d", 2, "ii", TEXTS[1], 5)
 
 
