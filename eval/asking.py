@@ -65,6 +65,17 @@ async def service(settings: Settings, folder: Path, engine: Engine | None = None
         await services.stop()
 
 
+async def start_engine(services: Services) -> None:
+    """Start the engine, and reading early with it, unless they run.
+
+    Raises:
+        StartError: the engine cannot start as configured.
+    """
+    if not services.engine.state.ready:
+        await services.warmer.start()
+        await services.engine.start()
+
+
 async def upload(services: Services, name: str, data: bytes) -> Document:
     """Take a file in through the API, and wait until it can be asked about.
 

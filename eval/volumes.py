@@ -16,7 +16,7 @@ from statistics import fmean, median
 from app.answer import Ask, prepare_answer
 from app.scope import scopes_of
 from app.services import Services
-from eval.asking import Answered, ask, stored_facts, upload
+from eval.asking import Answered, ask, start_engine, stored_facts, upload
 from eval.errors import BadArms, NotMeasured
 from eval.facts import Fact
 from eval.results import Results
@@ -122,8 +122,7 @@ async def measure_volumes(
     if not stored:
         raise NotMeasured("no page holds the gold strings of its fact as it is stored, without personal data")
     say("starting the engine, about a minute")
-    await services.warmer.start()
-    await services.engine.start()
+    await start_engine(services)
     scopes = await asyncio.to_thread(scopes_of, [document], services.catalogue, services.engine)
     if not scopes or scopes[0].volume is None:
         window = services.engine.limits.window
