@@ -1,19 +1,17 @@
 """A handbook of any number of pages with a numbered outline, and single facts on known pages. Pure.
 
-Each fact is a sentence somewhere within a paragraph, about a thing of its own; other facts tell other things in other
-words, and one thing's name shares at most a word with another's.
+Each fact is a sentence of a paragraph about a subject of its own, as in real handbooks; nothing else is told of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from random import Random
 
 from eval.facts import Fact
 from eval.tasks.carrier import paragraph, sentence
-from eval.tasks.words import WORDS, Language, cities, codes, coloured, things
+from eval.tasks.words import WORDS, Language, cities, codes, things
 
 # The number of pages of a chapter and of a section.
 _CHAPTER = (8, 14)
@@ -47,7 +45,11 @@ _RELATIONS: dict[Language, tuple[tuple[str, str, Words], ...]] = {
         ("Under the floor of the {key} lies a {value}.", "What lies under the floor of the {key}?", things),
         ("The {key} must be aired for {value} minutes.", "How long must the {key} be aired?", _amounts),
         ("The drawings of the {key} are archived in {value}.", "Where are the drawings of the {key} archived?", cities),
-        ("Repairs of the {key} are booked on account {value}.", "On which account are {key} repairs booked?", codes),
+        (
+            "Repairs of the {key} are booked on account {value}.",
+            "On which account are repairs of the {key} booked?",
+            codes,
+        ),
         ("The draught in the {key} is stopped with a {value}.", "What stops the draught in the {key}?", things),
     ),
     "zh": (
@@ -81,15 +83,14 @@ class Handbook:
 
 def most_facts(pages: int) -> int:
     """The largest number of facts that a handbook has room for."""
-    keys = len(WORDS["en"]["colours"]) * len(WORDS["en"]["objects"])
-    return min(int(_MOST_FACTS_A_PAGE * pages), keys)
+    return min(int(_MOST_FACTS_A_PAGE * pages), *(len(WORDS[language]["handbook"]["subjects"]) for language in WORDS))
 
 
 def handbook(draw: Random, language: Language, *, pages: int, facts: int) -> Handbook:
     """A handbook with at most `most_facts(pages)` facts, each on a page of its own."""
     told = _facts(draw, language, facts)
     places = draw.sample(range(pages), facts)
-    planted = {place: line for place, (line, _, _) in zip(places, told, strict=True)}
+    planted = {place: text for place, (text, _, _) in zip(places, told, strict=True)}
     headings = _outline(draw, language, pages)
     texts = tuple(_page(draw, language, headings[place], planted.get(place)) for place in range(pages))
     asked = (Fact(ask, (value,), place + 1) for place, (_, ask, value) in zip(places, told, strict=True))
@@ -97,16 +98,15 @@ def handbook(draw: Random, language: Language, *, pages: int, facts: int) -> Han
 
 
 def _facts(draw: Random, language: Language, count: int) -> list[tuple[str, str, str]]:
-    """So many sentences with their questions and answers; relations take turns."""
+    """So many paragraphs with their questions and answers; relations take turns."""
     relations = draw.sample(_RELATIONS[language], len(_RELATIONS[language]))
-    lists = WORDS[language]
-    keys = draw.sample(list(product(lists["colours"], lists["objects"])), count)
+    glue, article = (" ", "the ") if language == "en" else ("", "")
     facts = []
-    for number, (colour, kind) in enumerate(keys):
+    for number, key in enumerate(draw.sample(WORDS[language]["handbook"]["subjects"], count)):
         line, ask, words = relations[number % len(relations)]
-        key = coloured(language, colour, kind)
         (value,) = words(draw, language, 1)
-        facts.append((line.format(key=key, value=value), ask.format(key=key), value))
+        before, after = (sentence(draw, language, article + key) for _ in range(2))
+        facts.append((glue.join((before, line.format(key=key, value=value), after)), ask.format(key=key), value))
     return facts
 
 
@@ -138,7 +138,5 @@ def _page(draw: Random, language: Language, headings: list[str], planted: str | 
     while sum(map(len, paragraphs)) < _PAGE[language]:
         paragraphs.append(paragraph(draw, language))
     if planted is not None:
-        glue = " " if language == "en" else ""
-        around = glue.join((sentence(draw, language), planted, sentence(draw, language)))
-        paragraphs.insert(draw.randint(0, len(paragraphs)), around)
+        paragraphs.insert(draw.randint(0, len(paragraphs)), planted)
     return "\n\n".join([*headings, *paragraphs])

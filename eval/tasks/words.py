@@ -30,13 +30,13 @@ def things(draw: Random, language: Language, count: int) -> list[str]:
 def objects(draw: Random, language: Language, count: int) -> list[str]:
     """Different coloured objects that share no word, such as "amber gate"."""
     colours, kinds = draw.sample(WORDS[language]["colours"], count), draw.sample(WORDS[language]["objects"], count)
-    return [coloured(language, colour, kind) for colour, kind in zip(colours, kinds, strict=True)]
+    return [_coloured(language, colour, kind) for colour, kind in zip(colours, kinds, strict=True)]
 
 
 def alike_objects(draw: Random, language: Language, count: int) -> list[str]:
     """Different coloured objects of one kind: they share a word, so each distracts from the others."""
     kind = draw.choice(WORDS[language]["objects"])
-    return [coloured(language, colour, kind) for colour in draw.sample(WORDS[language]["colours"], count)]
+    return [_coloured(language, colour, kind) for colour in draw.sample(WORDS[language]["colours"], count)]
 
 
 def codes(draw: Random, _language: Language, count: int) -> list[str]:
@@ -44,6 +44,5 @@ def codes(draw: Random, _language: Language, count: int) -> list[str]:
     return [str(number) for number in draw.sample(range(10_000, 100_000), count)]
 
 
-def coloured(language: Language, colour: str, kind: str) -> str:
-    """A coloured object, such as "amber gate"."""
+def _coloured(language: Language, colour: str, kind: str) -> str:
     return f"{colour} {kind}" if language == "en" else f"{colour}的{kind}"

@@ -97,5 +97,5 @@ def test_a_seed_decides_a_handbook() -> None:
 
 
 def test_a_handbook_has_room_for_a_fact_on_every_other_page() -> None:
-    assert (most_facts(20), most_facts(10_000)) == (10, 192)
-    assert len(handbook(Random(0), "en", pages=384, facts=192).facts) == 192
+    assert (most_facts(20), most_facts(10_000)) == (10, 48)
+    assert len(handbook(Random(0), "en", pages=96, facts=48).facts) == 48
