@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from app.answer import Ask, Citations, Done, Mode, answer, prepare_answer
+from app.answer import Ask, Citations, Context, Done, Mode, answer, prepare_answer
 from app.main import create_app
 from app.services import Services, build_services
 from app.settings import Settings
@@ -27,7 +27,8 @@ from serving.vllm_engine import VllmEngine
 class Answered:
     """What came of a question.
 
-    `right` is the share of the gold strings in the answer; `cited` whether a citation points to the fact's page.
+    `right` is the share of the gold strings in the answer; `cited` whether a citation points to the fact's page; `held`
+    whether the prompt has that page, or a part of it, so that what was not found is told from what was not read well.
     `volume` is the one that the prompt held, if it did. `ttft` is the service's own, in seconds from the question to
     the first text; None when the answer is empty.
     """
@@ -35,6 +36,7 @@ class Answered:
     text: str
     right: float
     cited: bool
+    held: bool
     mode: str
     volume: int | None
     path: str
@@ -130,6 +132,7 @@ async def ask(fact: Fact, document: Document, services: Services, *, mode: Mode,
         text=done.answer,
         right=contains(done.answer, fact.gold),
         cited=any(citation.page == fact.page for citation in citations),
+        held=_holds(context, fact.page),
         mode=context.mode,
         volume=None if context.volume is None else context.volume.number,
         path=done.prefill.path,
@@ -137,3 +140,9 @@ async def ask(fact: Fact, document: Document, services: Services, *, mode: Mode,
         computed_tokens=None if cached is None else done.prefill.prompt_tokens - cached,
         ttft=done.timings.ttft,
     )
+
+
+def _holds(context: Context, page: int) -> bool:
+    volume = context.volume
+    in_volume = volume is not None and volume.first_page <= page <= volume.last_page
+    return in_volume or any(passage.page == page for passage in context.passages)

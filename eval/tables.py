@@ -49,7 +49,7 @@ def quality_tables(report: Report) -> str:
 def volumes_table(measured: Volumes) -> str:
     """The document, one line a way to ask, and the comparisons with their 95% intervals."""
     found = measured.comparison
-    heads = ("asked", "n", "right", "cited", "prompt tokens", "computed", "TTFT ms", "path")
+    heads = ("asked", "n", "held", "right", "cited", "prompt tokens", "computed", "TTFT ms", "path")
     ratio = _NOTHING if found.ttft is None else f"{_interval(found.ttft)} (n {found.ttft.n})"
     left_out = f", {measured.left_out} left out: not on their pages as stored" if measured.left_out else ""
     warm = f"{measured.warm} of {measured.volumes} volumes warm after {measured.read_s:,.0f} s"
@@ -71,6 +71,7 @@ def _way_cells(way: Way) -> tuple[str, ...]:
     return (
         way.name,
         str(way.n),
+        _share(way.held),
         _share(way.right),
         _share(way.cited),
         _count(way.prompt_tokens),

@@ -45,12 +45,13 @@ class Asked:
 class Way:
     """One way to ask.
 
-    `right` and `cited` are shares of the `n` questions asked so, `paths` counts them. Tokens and seconds are medians
-    over those that `auto` answered from a warm volume, whatever the way; None where there are none, or nobody knows.
+    `held`, `right` and `cited` are shares of the `n` questions asked so, `paths` counts them. Tokens and seconds are
+    medians over those that `auto` answered from a warm volume, whatever the way; None where nobody knows any.
     """
 
     name: str
     n: int
+    held: float
     right: float
     cited: float
     prompt_tokens: float | None
@@ -178,6 +179,7 @@ def _way(name: str, answers: Sequence[Answered], served: Sequence[Answered]) -> 
     return Way(
         name=name,
         n=len(answers),
+        held=fmean(one.held for one in answers),
         right=fmean(one.right for one in answers),
         cited=fmean(one.cited for one in answers),
         prompt_tokens=_median([one.prompt_tokens for one in served]),

@@ -29,7 +29,7 @@ def answered(
     right: float = 1.0, ttft: float | None = 1.0, *, volume: int | None = None, path: str = "exact"
 ) -> Answered:
     mode = "retrieve" if volume is None else "volume"
-    return Answered("text", right, right == 1, mode, volume, path, 1000, 900, ttft)
+    return Answered("text", right, right == 1, right > 0, mode, volume, path, 1000, 900, ttft)
 
 
 def served(page: int, *, right: float = 1.0, ttft: float | None = 0.1, filled: float | None = 2.0) -> Asked:
@@ -42,7 +42,7 @@ def test_answers_are_compared() -> None:
     found = compare([served(1), served(2, ttft=0.2, filled=4.0), served(3, ttft=None), unserved], seed=0)
     assert (found.asked, found.served) == (4, 3)
     auto, retrieve, filled = found.ways
-    assert (auto.name, auto.n, auto.right, auto.cited) == ("auto", 4, 0.75, 0.75)
+    assert (auto.name, auto.n, auto.held, auto.right, auto.cited) == ("auto", 4, 0.75, 0.75, 0.75)
     assert auto.paths == {"exact": 1, "warm": 3}
     # Times are those of the questions that a volume answered.
     assert auto.ttft == pytest.approx(0.15)
@@ -110,8 +110,8 @@ async def test_a_document_is_asked_three_ways(
     found = measured.comparison
     assert (found.asked, found.served) == (3, 3)
     auto, retrieve, filled = found.ways
-    assert (auto.right, auto.cited, auto.paths) == (1.0, 1.0, {"warm": 3})
-    assert (retrieve.right, retrieve.cited, retrieve.paths) == (0.0, 0.0, {"exact": 3})
+    assert (auto.held, auto.right, auto.cited, auto.paths) == (1.0, 1.0, 1.0, {"warm": 3})
+    assert (retrieve.held, retrieve.right, retrieve.cited, retrieve.paths) == (1.0, 0.0, 0.0, {"exact": 3})
     assert (filled.right, filled.paths) == (0.0, {"exact": 3})
     assert auto.prompt_tokens is not None
     assert retrieve.prompt_tokens is not None
