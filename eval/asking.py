@@ -18,7 +18,6 @@ from eval.errors import BadArms
 from eval.facts import Fact
 from eval.measures import contains
 from retrieval.catalogue import READABLE, Document
-from serving.engine import Engine
 from serving.supervisor import SupervisedEngine
 from serving.vllm_engine import VllmEngine
 
@@ -46,16 +45,14 @@ class Answered:
 
 
 @contextlib.asynccontextmanager
-async def service(settings: Settings, folder: Path, engine: Engine | None = None) -> AsyncIterator[Services]:
+async def service(settings: Settings, folder: Path) -> AsyncIterator[Services]:
     """A service as configured, with its data in an empty folder, that takes documents in; its engine is not started.
-
-    Args:
-        engine: used instead of the one that the settings name.
 
     Raises:
         IngestError, RetrievalError: one of the small models cannot be used.
     """
-    if engine is None and settings.engine == "vllm":
+    engine = None
+    if settings.engine == "vllm":
         # Models are where they were prepared.
         config = replace(settings.engine_config, kv_disk=folder / "kv")
         engine = SupervisedEngine(lambda: VllmEngine(config))
