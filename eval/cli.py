@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -22,6 +23,7 @@ from app.cli import settings_or_exit
 
 if TYPE_CHECKING:
     from app.settings import Settings
+    from eval.facts import Fact
     from eval.quality import Report
     from eval.warming import Warming
     from serving.config import EngineConfig
@@ -47,6 +49,10 @@ Engine = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
+
+
+# The settings that decide which passages are found, and what of a document is read early.
+_SEARCH = {"embedding_model", "chunk_tokens", "retrieve_share", "retrieve_limit", "warm"}
 
 
 @cli.callback()
@@ -295,6 +301,55 @@ def tiers(
 
 
 @cli.command()
+def volumes(
+    file: Annotated[Path | None, typer.Option(help="A document of your own, with --facts.")] = None,
+    facts: Annotated[
+        Path | None,
+        typer.Option(help='Its questions, JSON lines such as {"question": "...", "gold": ["..."], "page": 7}.'),
+    ] = None,
+    pages: Annotated[int, typer.Option(min=2, help="Pages of the generated handbook.")] = 300,
+    questions: Annotated[int, typer.Option(min=1, help="Questions about the generated handbook.")] = 24,
+    language: Annotated[Literal["en", "zh"], typer.Option(help="Language of the generated handbook.")] = "en",
+    wait: Annotated[float, typer.Option(min=0, help="Most seconds until the document is warm.")] = 1800,
+    seed: Seed = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """A document longer than the window: questions to its warm volumes, and to passages alone."""
+    from eval.asking import service
+    from eval.identity import identity
+    from eval.results import default_path, plain, results_file
+    from eval.tables import volumes_table
+    from eval.volumes import Volumes, measure_volumes
+
+    path = out or default_path("volumes")
+    with _told():
+        name, data, asked = _document(file, facts, pages, questions, language, seed)
+        settings = _settings()
+        about = {
+            **identity(seed=seed, config=settings.engine_config),
+            "settings": settings.model_dump(mode="json", include=_SEARCH),
+            "document": name,
+        }
+        with results_file(path) as results, _progress(len(asked), "questions") as step, TemporaryDirectory() as folder:
+            results.add("identity", about)
+
+            async def run() -> Volumes:
+                async with service(settings, Path(folder)) as services:
+                    return await measure_volumes(
+                        services, name, data, asked, wait=wait, seed=seed, results=results, say=_say, step=step
+                    )
+
+            measured = asyncio.run(run())
+            results.add("summary", asdict(measured))
+    if as_json:
+        print(json.dumps({**about, **plain(asdict(measured))}, indent=2))
+    else:
+        _out.print(volumes_table(measured), markup=False, highlight=False)
+    _say(f"every answer is in {path}")
+
+
+@cli.command()
 def memory(
     url: Annotated[str, typer.Option(help="A running service on this machine.")] = "http://127.0.0.1:8000",
 ) -> None:
@@ -319,6 +374,27 @@ def _show(report: Report, about: Mapping[str, Any], as_json: bool) -> None:
     _tell_hits(report.unwanted_hits)
 
 
+def _document(
+    file: Path | None, facts: Path | None, pages: int, questions: int, language: Literal["en", "zh"], seed: int
+) -> tuple[str, bytes, Sequence[Fact]]:
+    """A file with its facts, or a handbook."""
+    from eval.errors import BadUsage
+    from eval.facts import read_facts
+    from eval.tasks.handbook import handbook, most_facts
+
+    if (file is None) != (facts is None):
+        raise BadUsage("--file and --facts go together; without both a handbook is generated")
+    if file is not None and facts is not None:
+        try:
+            return file.name, file.read_bytes(), read_facts(facts)
+        except OSError as error:
+            raise BadUsage(f"the file {str(file)!r} cannot be read ({error.strerror})") from error
+    if questions > (most := most_facts(pages)):
+        raise BadUsage(f"a handbook of {pages} pages has room for {most} facts, not {questions}; give more --pages")
+    made = handbook(Random(f"{seed}/{language}"), language, pages=pages, facts=questions)
+    return "handbook.txt", "\f".join(made.pages).encode(), made.facts
+
+
 def _engine_config() -> EngineConfig:
     """The service's engine, but for what it keeps on disk: those files are the service's own."""
     return replace(_settings().engine_config, kv_disk=None)
@@ -336,11 +412,13 @@ def _settings() -> Settings:
 def _told() -> Iterator[None]:
     """A foreseeable failure is one sentence; exit code 2 when the command was wrong, else 1."""
     from eval.errors import BadUsage, EvalError
+    from ingest.errors import IngestError
+    from retrieval.errors import RetrievalError
     from serving.errors import ServingError
 
     try:
         yield
-    except (EvalError, ServingError) as error:
+    except (EvalError, IngestError, RetrievalError, ServingError) as error:
         _say(str(error))
         raise typer.Exit(2 if isinstance(error, BadUsage) else 1) from error
 

@@ -49,7 +49,7 @@ def identity(*, seed: int, config: EngineConfig) -> dict[str, Any]:
         "machine": _machine(),
         "model": folder.name,
         "weights": None if folder.on_hub else _weights_digest(Path(folder.source)),
-        "flags": {**asdict(config), "models_dir": str(config.models_dir)},
+        "flags": {name: str(flag) if isinstance(flag, Path) else flag for name, flag in asdict(config).items()},
     }
 
 

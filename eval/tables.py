@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from eval.quality import Bucket, Comparison, Report, Score
 from eval.speed import Row, Speed
 from eval.statistics import Difference, Interval
+from eval.volumes import Volumes, Way
 
 _NOTHING = "-"
 _SPEED = (
@@ -27,7 +28,7 @@ _SPEED = (
     ),
     *("memory", "ratio to the first arm", "faster"),
 )
-_LEFT = ("arm", "path", "task", "")
+_LEFT = ("arm", "asked", "path", "task", "")
 
 
 def speed_table(speed: Speed) -> str:
@@ -43,6 +44,41 @@ def quality_tables(report: Report) -> str:
     return "\n\n".join(
         f"{_aligned(_heads(one), [_bucket_cells(bucket) for bucket in one.buckets])}\n{_verdict(one)}"
         for one in report.comparisons
+    )
+
+
+def volumes_table(measured: Volumes) -> str:
+    """The document, one line a way to ask, and the comparisons with their 95% intervals."""
+    found = measured.comparison
+    heads = ("asked", "n", "held", "right", "cited", "prompt tokens", "computed", "TTFT ms", "path")
+    ratio = _NOTHING if found.ttft is None else f"{_interval(found.ttft)} (n {found.ttft.n})"
+    left_out = f", {measured.left_out} left out: not on their pages as stored" if measured.left_out else ""
+    warm = f"{measured.warm} of {measured.volumes} volumes warm after {measured.read_s:,.0f} s"
+    return "\n".join(
+        [
+            f"{measured.pages:,} pages, {measured.tokens:,} tokens; {warm}; {found.asked} questions{left_out}",
+            f"answered from a warm volume: {found.served} of {found.asked} ({found.served / found.asked:.0%})",
+            "",
+            _aligned(heads, [_way_cells(way) for way in found.ways]),
+            "",
+            f"right, auto - retrieve: {_difference(found.right)} points",
+            f"cited, auto - retrieve: {_difference(found.cited)} points",
+            f"TTFT, auto over filled: {ratio}",
+        ]
+    )
+
+
+def _way_cells(way: Way) -> tuple[str, ...]:
+    return (
+        way.name,
+        str(way.n),
+        _share(way.held),
+        _share(way.right),
+        _share(way.cited),
+        _count(way.prompt_tokens),
+        _count(way.computed_tokens),
+        _ms(way.ttft),
+        ", ".join(f"{path} {n}" for path, n in way.paths.items()),
     )
 
 
@@ -63,7 +99,7 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _speed_cells(row: Row) -> tuple[str, ...]:
     return (
-        _NOTHING if row.prompt_tokens is None else f"{row.prompt_tokens:,.0f}",
+        _count(row.prompt_tokens),
         row.arm,
         str(row.n),
         _ms(row.ttft),
@@ -72,8 +108,8 @@ def _speed_cells(row: Row) -> tuple[str, ...]:
         _ms(row.rest),
         _ms(row.last),
         _ms(row.longest_step),
-        _NOTHING if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        _NOTHING if row.cached_tokens is None else f"{row.cached_tokens:,}",
+        _count(row.tokens_per_s),
+        _count(row.cached_tokens),
         ", ".join(row.paths),
         _share(row.density),
         _NOTHING if row.memory is None else f"{row.memory / 2**30:.1f} GiB",
@@ -138,6 +174,10 @@ def _interval(ratio: Interval) -> str:
 
 def _share(value: float | None) -> str:
     return _NOTHING if value is None else f"{value:.0%}"
+
+
+def _count(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:,.0f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Literal
 
 from app.scope import shared_tokens
-from eval.errors import BadArms, NotMeasured
+from eval.errors import BadUsage, NotMeasured
 from eval.results import Results
 from eval.serve import EngineServer, messages_of
 from eval.served import without_question
@@ -80,11 +80,11 @@ async def measure_tiers(
         step: called after each of `len(lengths) * repeats` prompts, on each engine.
 
     Raises:
-        BadArms: nothing is kept as configured, or a prompt does not fit the window.
+        BadUsage: nothing is kept as configured, or a prompt does not fit the window.
         NotMeasured: a prompt was not found where it should be.
     """
     if config.kv_disk is None or not config.kv_disk_gib:
-        raise BadArms("nothing is kept on disk; set FOREWORD_KV_DISK_GIB to what all of the prompts take")
+        raise BadUsage("nothing is kept on disk; set FOREWORD_KV_DISK_GIB to what all of the prompts take")
     files = KvFiles(config.kv_disk, config.kv_disk_gib * 2**30)
     fetched: list[Fetched] = []
 
@@ -133,11 +133,11 @@ class _Asked:
                 count_prompt=server.count_prompt,
             )
         except ValueError as error:
-            raise BadArms(str(error)) from error
+            raise BadUsage(str(error)) from error
         messages = messages_of(context.sources, context.questions[0])
         prompt = engine.render_chat(messages)
         if len(prompt) >= engine.limits.window:
-            raise BadArms(f"a prompt of {len(prompt):,} tokens does not fit the window of {engine.limits.window:,}")
+            raise BadUsage(f"a prompt of {len(prompt):,} tokens does not fit the window of {engine.limits.window:,}")
         early = shared_tokens(engine.render_chat(without_question(messages)), prompt)
         return cls(length, number, tuple(prompt), early, uuid.uuid4().hex)
 

@@ -16,11 +16,16 @@ def paragraph(draw: Random, language: Language) -> str:
     return glue.join(sentence(draw, language) for _ in range(draw.randint(3, 6)))
 
 
-def sentence(draw: Random, language: Language) -> str:
-    """One sentence without any name or number."""
+def sentence(draw: Random, language: Language, about: str | None = None) -> str:
+    """One sentence without any name or number.
+
+    Args:
+        about: what most of them then tell of, such as "the duck pond".
+    """
     lists = WORDS[language]["carrier"]
     words = {name: draw.choice(choices) for name, choices in lists.items() if name != "patterns"}
     words["thing2"] = draw.choice([thing for thing in lists["thing"] if thing != words["thing"]])
+    words["thing"] = about or words["thing"]
     words["did2"] = draw.choice([verb for verb in lists["did"] if verb != words["did"]])
     words |= {name.capitalize(): word[0].upper() + word[1:] for name, word in words.items()}
     text: str = draw.choice(lists["patterns"]).format(**words)
