@@ -82,6 +82,8 @@ _KV_WINDOWS = 16
 _CPU_BACKGROUND_S = 1.0
 _GPU_BACKGROUND_S = 0.15
 _HOLDS = 4
+# A load from the host's memory takes at least as long, so what is computed sooner is not kept there (docs/warm.md).
+_HOST_LOAD_S = 0.06
 # What Python names shared memory, in a list of what a process has mapped.
 _SHARED_MEMORY = re.compile(r" /dev/shm/(psm_\w+)$", re.MULTILINE)
 # Keeping on disk is for one worker.
@@ -528,7 +530,10 @@ class VllmEngine:
     def _extra_args(self, request: Request, at_hand: _AtHand) -> dict[str, Any]:
         given = {} if self._accel is None else self._accel.extra_args(request)
         if self._tiers:
-            params = transfer_params(namespace(request.salt), keep=request.keep, compute=at_hand.compute)
+            computing = self._speed["exact"].estimate(len(request.prompt), 0)
+            # vLLM loads whatever it finds there.
+            keep = request.keep and (computing is None or computing > _HOST_LOAD_S)
+            params = transfer_params(namespace(request.salt), keep=keep, compute=at_hand.compute)
             return given | {"kv_transfer_params": params}
         return given | ({KEEP: 1} if request.keep else {}) | ({COMPUTE: 1} if at_hand.compute else {})
 

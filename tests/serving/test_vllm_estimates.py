@@ -174,3 +174,13 @@ def test_the_host_s_memory_is_counted_in_chunks_whatever_the_disk() -> None:
     engine._host_blocks.removed([names[7]])
     assert engine.plan(request).tokens_to_compute == 700 - 3 * BLOCK
     assert engine.plan(Request(range(700), "r", "other")).tokens_to_compute == 700
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(40, False), (200, True)])
+def test_what_is_computed_sooner_than_loaded_does_not_go_to_the_host_s_memory(tokens: int, kept: bool) -> None:
+    engine = _engine(_loaded())
+    engine._tiers = True
+    _observe(engine)
+    request = Request(range(tokens), "r", "s", keep=True)
+    params = engine._extra_args(request, engine._at_hand(request))["kv_transfer_params"]
+    assert ("max_offload_tokens" not in params) == kept
