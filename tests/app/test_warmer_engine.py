@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
@@ -24,7 +25,7 @@ from tests.app.test_warmer import KEY, add
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-RESTART_S = 240.0
+RESTART_S = 600.0
 TOLD_S = 30.0
 
 
@@ -92,6 +93,8 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         finally:
             await warmer.stop()
             await engine.stop()
+            # vLLM leaves its sockets' context to the collector, which warns; here that is let pass.
+            gc.collect()
 
 
 def engine_processes() -> list[psutil.Process]:
