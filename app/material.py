@@ -190,6 +190,7 @@ def _sections(draft: Draft, services: Services) -> Material:
         token_budget=int(room * services.settings.retrieve_share),
         limit=services.settings.retrieve_limit,
         known=[*draft.known, *([] if opened is None else opened.sections)],
+        before=[turn.question for turn in draft.turns],
     )
     retrieve = time.perf_counter() - started
     # The weakest ones go until the prompt fits; with none left, the question itself is too long.

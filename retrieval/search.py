@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from retrieval.catalogue import Catalogue
 from retrieval.embed import Embedder
 from retrieval.passage import Chunk, Section
 from retrieval.vectors import Vectors
+
+# With one question, what the second follow-up in a row hints at is lost; with more, the subject before clings.
+_BEFORE = 2
 
 
 def search(
@@ -21,6 +26,7 @@ def search(
     token_budget: int,
     limit: int,
     known: Sequence[Section] = (),
+    before: Sequence[str] = (),
 ) -> list[Section]:
     """The best sections for a question.
 
@@ -31,11 +37,13 @@ def search(
         token_budget: most tokens of all sections together; at least the best chunk is kept.
         limit: most chunks to consider.
         known: sections that need not be found again.
+        before: questions that came before in a conversation, the last one last; a follow-up may only hint at what they
+            named.
 
     Returns:
         Sections ordered by document and place, not by score.
     """
-    hits = vectors.search(embedder.embed_query(question), documents, limit)
+    hits = vectors.search(_query(question, before, embedder), documents, limit)
     scores = {(hit.document, hit.number): hit.score for hit in hits}
     ranked = [(chunk, scores[chunk.document, chunk.number]) for chunk in catalogue.chunks(list(scores))]
     kept: list[tuple[Chunk, float]] = []
@@ -48,6 +56,15 @@ def search(
             break
         kept.append((chunk, score))
     return join(kept, documents, count_tokens)
+
+
+def _query(question: str, before: Sequence[str], embedder: Embedder) -> list[float]:
+    """Halfway between the question and the question with what came before: a follow-up finds what it hints at, and a
+    change of subject still finds its own (docs/log.md)."""
+    if not before:
+        return embedder.embed_query(question)
+    sum_ = np.sum(embedder.embed_documents([question, "\n".join([*before[-_BEFORE:], question])]), axis=0)
+    return [float(value) for value in sum_ / np.linalg.norm(sum_)]
 
 
 def join(

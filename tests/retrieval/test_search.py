@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -155,7 +155,9 @@ def find(tmp_path_factory: pytest.TempPathFactory, embedder: Embedder) -> Iterat
     # What the vectors still know and the catalogue does not: a document that is being deleted, or not stored yet.
     vectors.add([Chunk("ghost", 0, 1, 0, 20, "The ferry sails at noon.")])
 
-    def find(question: str, documents: list[str], token_budget: int = 1000, limit: int = 10) -> list[Section]:
+    def find(
+        question: str, documents: list[str], token_budget: int = 1000, limit: int = 10, before: Sequence[str] = ()
+    ) -> list[Section]:
         return search(
             question,
             documents,
@@ -165,6 +167,7 @@ def find(tmp_path_factory: pytest.TempPathFactory, embedder: Embedder) -> Iterat
             count_tokens=words,
             token_budget=token_budget,
             limit=limit,
+            before=before,
         )
 
     yield find
@@ -227,3 +230,20 @@ def test_limit(find: Search, limit: int) -> None:
     sections = find("When does the ferry sail?", list(LIBRARY), limit=limit)
     sentences = sum(section.text.count(".") for section in sections)
     assert sentences == min(limit, 6)
+
+
+TEA, HULL, DOUGH = "The captain of the ferry drinks black tea.", "Its hull was painted green.", "Knead the dough"
+
+
+@pytest.mark.parametrize(
+    ("before", "question", "right"),
+    [
+        pytest.param(["What does the captain of the ferry drink?"], "And what colour is it?", TEA, id="a hint"),
+        pytest.param(["Who is the captain?", "What does he drink?"], "Does he like it?", TEA, id="a hint at a hint"),
+        pytest.param(["What does the captain drink?"], "How long must I knead the dough?", DOUGH, id="another subject"),
+        pytest.param(["How long must I knead the dough?"], "How was the hull painted?", HULL, id="and back"),
+    ],
+)
+def test_a_follow_up_finds_what_it_hints_at(find: Search, before: list[str], question: str, right: str) -> None:
+    (best,) = find(question, list(LIBRARY), limit=1, before=before)
+    assert best.text.startswith(right)
