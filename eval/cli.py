@@ -271,19 +271,18 @@ def tiers(
     from eval.identity import identity
     from eval.results import default_path, results_file
     from eval.shapes import with_shape
-    from eval.tiers import measure_tiers, tier_lines
+    from eval.tiers import measure_tiers, require_files, tier_lines
 
     path = out or default_path("tiers")
     with _told():
         config = _settings().engine_config
         sizes = _numbers(lengths)
-        parent = config.kv_disk.parent if config.kv_disk else None
-        if parent is not None:
-            parent.mkdir(parents=True, exist_ok=True)
+        # Not among the service's own files, but on the same disk.
+        parent = require_files(config).parent
+        parent.mkdir(parents=True, exist_ok=True)
         with (
             results_file(path) as results,
             _progress(2 * len(sizes) * repeats, "prompts") as step,
-            # Not among the service's own files, but on the same disk.
             TemporaryDirectory(prefix="eval-tiers-", dir=parent) as folder,
         ):
             config = with_shape(config, shape) if shape else config

@@ -62,6 +62,17 @@ class Tier:
     of_computed: float
 
 
+def require_files(config: EngineConfig) -> Path:
+    """The folder that keeps what is read early.
+
+    Raises:
+        BadUsage: there is none.
+    """
+    if config.kv_disk is None or not config.kv_disk_gib:
+        raise BadUsage("nothing is kept on disk; set FOREWORD_KV_DISK_GIB to what all of the prompts take")
+    return config.kv_disk
+
+
 async def measure_tiers(
     config: EngineConfig,
     lengths: Sequence[int],
@@ -75,7 +86,7 @@ async def measure_tiers(
     """Measure on two engines, one after another.
 
     Args:
-        config: with a folder for files that nobody else uses.
+        config: with a folder for files that nobody else uses, which `require_files` accepts.
         lengths: of the prompts in tokens.
         step: called after each of `len(lengths) * repeats` prompts, on each engine.
 
@@ -83,9 +94,8 @@ async def measure_tiers(
         BadUsage: nothing is kept as configured, or a prompt does not fit the window.
         NotMeasured: a prompt was not found where it should be.
     """
-    if config.kv_disk is None or not config.kv_disk_gib:
-        raise BadUsage("nothing is kept on disk; set FOREWORD_KV_DISK_GIB to what all of the prompts take")
-    files = KvFiles(config.kv_disk, config.kv_disk_gib * 2**30)
+    folder = require_files(config)
+    files = KvFiles(folder, config.kv_disk_gib * 2**30)
     fetched: list[Fetched] = []
 
     def record(one: Fetched) -> None:
@@ -102,7 +112,7 @@ async def measure_tiers(
             step()
     async with _started(config, say) as engine:
         for one in asked:
-            _drop_system_cache(config.kv_disk, namespace(one.salt))
+            _drop_system_cache(folder, namespace(one.salt))
             record(await _fetch(one, "files", engine))
             step()
     return tuple(_tiers(fetched))

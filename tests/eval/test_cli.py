@@ -43,6 +43,8 @@ def _own_log() -> Iterator[None]:
         pytest.param(["volumes", "--file", "a.pdf"], "--file and --facts go together", id="file without facts"),
         pytest.param(["volumes", "--file", "a.pdf", "--facts", "b.jsonl"], "'a.pdf' cannot be read", id="file"),
         pytest.param(["volumes", "--pages", "20", "--questions", "11"], "has room for 10 facts", id="questions"),
+        pytest.param(["tiers", "--lengths", "0"], "the lengths are '0'", id="lengths of tiers"),
+        pytest.param(["tiers"], "nothing is kept on disk; set FOREWORD_KV_DISK_GIB", id="no disk"),
         pytest.param(["pool", "none.jsonl"], "'none.jsonl' cannot be read", id="pool"),
         pytest.param(["speed", "--out", "/dev/null/x"], "cannot be written", id="place"),
     ],
@@ -51,6 +53,7 @@ def test_wrong_commands_are_one_sentence_and_exit_2(
     command: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FOREWORD_KV_DISK_GIB", "0")
     result = CliRunner().invoke(cli, command)
     assert result.exit_code == 2
     assert told in result.stderr
