@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
@@ -93,8 +92,6 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         finally:
             await warmer.stop()
             await engine.stop()
-            # vLLM leaves its sockets' context to the collector, which warns; here that is let pass.
-            gc.collect()
 
 
 def engine_processes() -> list[psutil.Process]:
