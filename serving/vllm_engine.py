@@ -709,6 +709,9 @@ def _set_environment(config: EngineConfig, folder: ModelFolder, more: Mapping[st
         cores = sorted(os.sched_getaffinity(0))
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(config.kv_gib or _kv_gib(folder, config.max_model_len))
+    else:
+        # It is compiled at the first start, which takes minutes and a CUDA toolkit, and draws no greedy answer sooner.
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     new = [name for name in defaults if name not in os.environ]
     os.environ.update({name: defaults[name] for name in new})
     return new
