@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,8 +89,11 @@ _HOST_LOAD_S = 0.06
 _SHARED_MEMORY = re.compile(r" /dev/shm/(psm_\w+)$", re.MULTILINE)
 # Keeping on disk is for one worker.
 _SEVERAL_WORKERS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-# Sparse prefill needs longer prompts, for it leaves the beginning of every prompt dense.
-_WARM_UP_TOKENS: dict[PrefillMode, tuple[int, ...]] = {"exact": (64, 512, 2048), "sparse": (64, 512, 2048, 4096)}
+# Lengths of the prompts read before the first question, up to the first that takes so long. Sparse prefill leaves the
+# beginning of every prompt dense, so it needs longer ones to show what it is worth.
+_WARM_UP_TOKENS = (64, 512, 2048, 4096, 8192, 16384, 32768)
+_WARM_UP_S = 0.5
+_WARM_UP_LEAST: dict[PrefillMode, int] = {"exact": 64, "sparse": 4096}
 
 
 @dataclass(slots=True)
@@ -491,10 +495,17 @@ class VllmEngine:
         draw = random.Random(0)
         modes: tuple[PrefillMode, ...] = ("exact", "sparse") if self.capabilities.sparse else ("exact",)
         for mode in modes:
-            for length in _WARM_UP_TOKENS[mode]:
+            seconds = 0.0
+            for length in _WARM_UP_TOKENS:
+                if length > _WARM_UP_LEAST[mode] and seconds > _WARM_UP_S:
+                    break
                 prompt = [draw.randrange(vocabulary) for _ in range(min(length, self._window - 2))]
                 salt, id = uuid.uuid4().hex, f"warm-up-{uuid.uuid4().hex}"
+                started = time.perf_counter()
                 await self.prefill(Request(prompt=prompt, id=id, salt=salt, prefill=mode))
+                seconds = time.perf_counter() - started
+                if length >= self._window:
+                    break
 
     # --- one request ---
 

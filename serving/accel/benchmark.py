@@ -72,7 +72,7 @@ def _times(given: argparse.Namespace, heads: int, kv_heads: int, page: int, sele
     tiles = Tiling(length - chunk, chunk, length, chosen_together(page), selector)
     row = SparseRow(Asked(length), 0, slice(0, chunk), tiles)
     rows = together([row], heads, kv_heads, device)
-    buffers = rows.buffers = impl.buffers(query, cache, rows, output)
+    buffers = rows.buffers = impl.buffers(query, page, rows, output)
     starts = torch.tensor([0, chunk], dtype=torch.int32, device=device)
     used = torch.tensor([length], dtype=torch.int32, device=device)
     descale = one.expand(1, kv_heads) if given.fp8 else None

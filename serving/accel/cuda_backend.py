@@ -16,7 +16,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
@@ -34,8 +34,9 @@ from serving.accel.policy import Rule, Selector, Tiling
 from serving.accel.requests import Asked, Requests
 from serving.accel.steps import SparseRow, follow_runner, introduce, sparse_rows
 
-# The kernel works on 128 queries of a head at once: fewer in a tile would leave it half idle.
-DEFAULT = Selector(tile=128)
+# The kernel works on 128 queries of a head at once: fewer in a tile would leave it half idle. And among so few keys as
+# come before `start`, all of attention takes no longer than the choice.
+DEFAULT = Selector(tile=128, start=4096)
 # Smaller pages are chosen together: the kernel reads 64 keys as fast as 16.
 _LEAST_CHOICE = 64
 
@@ -235,6 +236,10 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
     layers: int = 1
     refusal: str | None = "not set up"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._config = get_current_vllm_config_or_none()
+
     @property
     def quantised(self) -> bool:
         """Whether keys and values are stored in eight bits."""
@@ -252,6 +257,8 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
+        if attn_metadata is None:
+            self._profile(query, output)
         split = getattr(attn_metadata, "split", None)
         if split is None or self.refusal is not None:
             return super().forward(
@@ -270,6 +277,18 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             self.attend(query.view(shape), kv_cache, attn_metadata.block_table, rows, output.view(shape), scales)
         return output
 
+    def _profile(self, query: Tensor, output: Tensor) -> None:
+        """Take what a sparse step at the end of the longest prompt needs, while vLLM looks how much a step needs."""
+        if self._config is None or torch.cuda.is_current_stream_capturing():
+            return
+        page, end = self._config.cache_config.block_size, self._config.model_config.max_model_len
+        tokens = min(len(query), end)
+        tiles = Tiling(end - tokens, tokens, end, chosen_together(page), DEFAULT)
+        row = SparseRow(Asked(end, sparse=True, selector=DEFAULT), 0, slice(0, tokens), tiles)
+        rows = together([row], self.num_heads, self.num_kv_heads, query.device)
+        shape = (-1, self.num_heads, self.head_size)
+        self.buffers(query.view(shape), page, rows, output.view(shape))
+
     def attend(
         self, query: Tensor, cache: Tensor, block_table: Tensor, rows: _Rows, output: Tensor, scales: Scales
     ) -> None:
@@ -281,13 +300,14 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             block_table: [rows, pages], int32.
             output: [tokens, query heads, head size], written where the sparse rows are.
         """
-        buffers = rows.buffers = rows.buffers or self.buffers(query, cache, rows, output)
+        buffers = rows.buffers = rows.buffers or self.buffers(query, cache.shape[2], rows, output)
         self.choose(query, cache, block_table, rows, buffers, scales)
         self.read(cache, rows, buffers, scales)
         tokens = 0
         for row, room in zip(rows.sparse, buffers.rows, strict=True):
             count = row.tiles.tokens * self.num_heads
-            kernels.unfold(buffers.output[tokens : tokens + count], row.tiles, len(room.shares), output[row.tokens])
+            folded = buffers.output[tokens : tokens + count]
+            kernels.unfold(folded, row.tiles, len(room.shares), self.num_kv_heads, output[row.tokens])
             tokens += count
 
     def choose(
@@ -353,13 +373,13 @@ class SparseFlashAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             num_splits=1,
         )
 
-    def buffers(self, query: Tensor, cache: Tensor, rows: _Rows, output: Tensor) -> _Buffers:
-        """Room for what the layers of a step compute on the way."""
+    def buffers(self, query: Tensor, page: int, rows: _Rows, output: Tensor) -> _Buffers:
+        """Room for what the layers of a step compute on the way; `page` is the tokens of a page of the cache."""
         size, device = self.head_size, query.device
         tokens = sum(row.tiles.tokens for row in rows.sparse) * self.num_heads
         sequences = len(rows.starts) - 1
         # Rows of tables begin where memory is aligned.
-        width = math.ceil(rows.longest / cache.shape[2] / 4) * 4
+        width = math.ceil(rows.longest / page / 4) * 4
         rooms = []
         for row in rows.sparse:
             tiles, selector = row.tiles, row.tiles.selector
@@ -390,7 +410,7 @@ def together(rows: list[SparseRow], num_heads: int, num_kv_heads: int, device: t
         heads = _choosing(row.tiles, num_heads, num_kv_heads)
         if row.asked.counted is None:
             row.asked.counted = _Counted(device, num_heads // heads)
-        starts.append(kernels.sequence_starts(row.tiles, heads)[1:] + starts[-1][-1])
+        starts.append(kernels.sequence_starts(row.tiles, heads, num_kv_heads)[1:] + starts[-1][-1])
     return _Rows(
         sparse=rows,
         starts=_to_device(torch.cat(starts), device),

@@ -6,8 +6,10 @@ differences: the softmax is put together from blocks of keys (Milakov and Gimels
 all of them can be computed at once; products take their inputs in the precision of the model; and the rules `mass` and
 `budget` search for their threshold among the shares' bit patterns instead of sorting.
 
-Virtual sequences are in another order than on the CPU: the last tile comes first, and within a tile head after head.
-Dense tiles read the most and stand at the end of a prompt; begun first, they overlap with everything else.
+Virtual sequences are in another order than on the CPU. The dense tiles at the end of a prompt read the most; they come
+first, so that they overlap with everything else. Then comes one KV head after another, so that most of what is read at
+a time is in the device's cache: with all heads at once, the kernel waits for the memory. Within these, later tiles come
+first, and within a tile head after head.
 """
 
 from __future__ import annotations
@@ -134,6 +136,7 @@ def fold(query: Tensor, tiles: Tiling, kv_heads: int, folded: Tensor, groups: Te
         folded,
         groups,
         tiles.first,
+        tiles.tail,
         tiles.end,
         query.stride(0),
         query.stride(1),
@@ -166,8 +169,8 @@ def estimate(groups: Tensor, means: Tensor, scale: float, tiles: Tiling, out: Es
         out.tops,
         out.totals,
         tiles.first,
+        tiles.tail,
         tiles.end,
-        tiles.dense_from,
         selector.start,
         rows,
         spans,
@@ -226,8 +229,9 @@ def page_tables(
         lengths,
         kept,
         tiles.first,
+        tiles.tail,
         tiles.end,
-        tiles.dense_from,
+        tiles.before_tail,
         selector.start,
         selector.sink,
         selector.window,
@@ -257,7 +261,7 @@ def page_tables(
     )
 
 
-def unfold(folded: Tensor, tiles: Tiling, heads: int, out: Tensor) -> None:
+def unfold(folded: Tensor, tiles: Tiling, heads: int, kv_heads: int, out: Tensor) -> None:
     """Write what was attended in the order of virtual sequences to where the batch has it.
 
     Args:
@@ -270,20 +274,32 @@ def unfold(folded: Tensor, tiles: Tiling, heads: int, out: Tensor) -> None:
         folded,
         out,
         tiles.first,
+        tiles.tail,
         tiles.end,
         out.stride(0),
         out.stride(1),
         TILE=tiles.selector.tile,
+        CHOOSERS=heads // kv_heads,
         TOGETHER=query_heads // heads,
         SIZE=size,
         num_warps=4,
     )
 
 
-def sequence_starts(tiles: Tiling, heads: int) -> Tensor:
-    """Where the queries of each virtual sequence begin among those of the request, [sequences + 1], int32."""
+def sequence_starts(tiles: Tiling, heads: int, kv_heads: int) -> Tensor:
+    """Where the queries of each virtual sequence begin among those of the request, [sequences + 1], int32.
+
+    Args:
+        heads: that choose, query or KV.
+    """
+    backwards = tiles.lengths.flip(0)
+    tail = tiles.count - tiles.before_tail
+    lengths = [
+        backwards[:tail].repeat_interleave(heads),
+        backwards[tail:].repeat_interleave(heads // kv_heads).repeat(kv_heads),
+    ]
     starts = torch.zeros(tiles.count * heads + 1, dtype=torch.int32)
-    torch.cumsum(tiles.lengths.flip(0).repeat_interleave(heads), 0, dtype=torch.int32, out=starts[1:])
+    torch.cumsum(torch.cat(lengths), 0, dtype=torch.int32, out=starts[1:])
     return starts
 
 
@@ -319,20 +335,32 @@ def _span_means(
 
 
 @triton.jit
-def _folded_row(position, head, tile_first, stop, end, choosing, TOGETHER: tl.constexpr):
-    """Where the query of a head at a position of the tile [tile_first, stop) is put: later tiles come before it, and in
-    its own those of other choosing heads. Queries of heads that choose together are neighbours."""
-    row = (end - stop) * choosing + head // TOGETHER * (stop - tile_first) + position - tile_first
+def _folded_row(
+    position, head, tile_first, stop, first, tail, end, choosing, CHOOSERS: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """Where the query of a head at a position of the tile [tile_first, stop) is put.
+
+    Queries of heads that choose together are neighbours; `CHOOSERS` heads choose for a KV head.
+    """
+    last = stop > tail
+    # Heads that are side by side within a tile; others stand before or behind all of its part of the prompt.
+    bundle = tl.where(last, choosing, CHOOSERS)
+    part_stop = tl.where(last, end, tail)
+    part_tokens = part_stop - tl.where(last, tail, first)
+    chooser = head // TOGETHER
+    row = tl.where(last, 0, end - tail) * choosing + chooser // bundle * bundle * part_tokens
+    row += (part_stop - stop) * bundle + chooser % bundle * (stop - tile_first) + position - tile_first
     # int64: the queries of all heads of a long step are many.
     return row.to(tl.int64) * TOGETHER + head % TOGETHER
 
 
-@triton.jit(do_not_specialize=["first", "end"])
+@triton.jit(do_not_specialize=["first", "tail", "end"])
 def _fold(
     query,
     folded,
     groups,
     first,
+    tail,
     end,
     token_stride,
     head_stride,
@@ -358,7 +386,7 @@ def _fold(
         there = ((position >= first) & (position < end))[:, None]
         source = (position - first).to(tl.int64) * token_stride + head * head_stride
         value = tl.load(query + source[:, None] + size[None, :], mask=there, other=0.0)
-        target = _folded_row(position, head, tile_first, stop, end, choosing, TOGETHER)
+        target = _folded_row(position, head, tile_first, stop, first, tail, end, choosing, EACH // TOGETHER, TOGETHER)
         tl.store(folded + target[:, None] * SIZE + size[None, :], value, mask=there)
         sums += value.to(tl.float32)
     group_begin = begin + group * GROUP
@@ -369,7 +397,7 @@ def _fold(
 
 
 @triton.jit(
-    do_not_specialize=["first", "end", "dense_from", "start", "rows", "spans", "width", "blocks", "scale"],
+    do_not_specialize=["first", "tail", "end", "start", "rows", "spans", "width", "blocks", "scale"],
 )
 def _estimate(
     groups,
@@ -378,8 +406,8 @@ def _estimate(
     tops,
     totals,
     first,
+    tail,
     end,
-    dense_from,
     start,
     rows,
     spans,
@@ -406,7 +434,7 @@ def _estimate(
     at0 = tl.program_id(2) * (BLOCK * BLOCKS)
     # Only what the last of these tiles sees, and nothing if all of them are dense.
     seen = (tl.minimum(latest + TILE, end) + SPAN - 1) // SPAN
-    if (latest >= start) & (tl.minimum(earliest + TILE, end) <= dense_from):
+    if (latest >= start) & (tl.minimum(earliest + TILE, end) <= tail):
         row = row0 + tl.arange(0, ROWS)
         real = row < rows
         begin = (first // TILE + row // (EACH * GROUPS)) * TILE
@@ -443,8 +471,9 @@ def _boosted(row, page, visible, begin, sink, window, UNIT: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "first",
+        "tail",
         "end",
-        "dense_from",
+        "before_tail",
         "start",
         "sink",
         "window",
@@ -468,8 +497,9 @@ def _page_tables(
     lengths,
     kept,
     first,
+    tail,
     end,
-    dense_from,
+    before_tail,
     start,
     sink,
     window,
@@ -503,7 +533,7 @@ def _page_tables(
     begin = (first // TILE + tile) * TILE
     stop = tl.minimum(begin + TILE, end)
     visible = (stop + UNIT - 1) // UNIT
-    sparse = (begin >= start) & (stop <= dense_from)
+    sparse = (begin >= start) & (stop <= tail)
     everything = tl.where(sparse, 0, visible)
     row = shares + (head * tiles + tile).to(tl.int64) * units
 
@@ -571,7 +601,12 @@ def _page_tables(
                 low += last << max(shift, 0)
             threshold = low + 1 if RULE == 2 else low
 
-    sequence = (tiles - 1 - tile) * heads + head
+    # In the order of `_folded_row`.
+    if tile < before_tail:
+        sequence = (tiles - before_tail) * heads + head // CHOOSERS * CHOOSERS * before_tail
+        sequence += (before_tail - 1 - tile) * CHOOSERS + head % CHOOSERS
+    else:
+        sequence = (tiles - 1 - tile) * heads + head
     target = tables + sequence.to(tl.int64) * width
     found = first * 0
     for at in range(0, visible, BLOCK):
@@ -601,15 +636,17 @@ def _page_tables(
     tl.atomic_add(kept, found.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["first", "end"])
+@triton.jit(do_not_specialize=["first", "tail", "end"])
 def _unfold(
     folded,
     out,
     first,
+    tail,
     end,
     token_stride,
     head_stride,
     TILE: tl.constexpr,
+    CHOOSERS: tl.constexpr,
     TOGETHER: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -620,7 +657,7 @@ def _unfold(
     position = begin + tl.arange(0, TILE)
     there = ((position >= first) & (position < end))[:, None]
     tile_first = tl.maximum(begin, first)
-    source = _folded_row(position, head, tile_first, stop, end, choosing, TOGETHER)
+    source = _folded_row(position, head, tile_first, stop, first, tail, end, choosing, CHOOSERS, TOGETHER)
     size = tl.arange(0, SIZE)
     value = tl.load(folded + source[:, None] * SIZE + size[None, :], mask=there, other=0.0)
     target = (position - first).to(tl.int64) * token_stride + head * head_stride

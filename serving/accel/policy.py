@@ -154,6 +154,19 @@ class Tiling:
         return math.ceil(self.end / self.selector.tile) - self.first // self.selector.tile
 
     @property
+    def tail(self) -> int:
+        """The position from which on all tiles are dense because of `dense_from`, or `end`."""
+        if self.end <= self.dense_from:
+            return self.end
+        return max(self.first, self.dense_from // self.selector.tile * self.selector.tile)
+
+    @property
+    def before_tail(self) -> int:
+        """How many tiles there are before `tail`."""
+        tile = self.selector.tile
+        return self.count if self.tail == self.end else self.tail // tile - self.first // tile
+
+    @property
     def pages(self) -> int:
         """How many pages the last query sees."""
         return math.ceil(self.end / self.page)

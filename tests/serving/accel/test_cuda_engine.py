@@ -31,7 +31,13 @@ TOLERANCE = 0.25
 @pytest.fixture(scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
     """The default model in bfloat16, with room for two long prompts and not for both of their answers."""
-    arguments = {"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": PAGES, "enforce_eager": True}
+    arguments = {
+        "dtype": "bfloat16",
+        "block_size": 16,
+        "num_gpu_blocks_override": PAGES,
+        "gpu_memory_utilization": 0.2,
+        "enforce_eager": True,
+    }
     engine = VllmEngine(EngineConfig(max_model_len=2048, token_budget=512, engine_args=arguments))
     await engine.start()
     try:

@@ -48,6 +48,8 @@ CASES = {
     "mass": Shape(70, 201, 250, 32, 32, selector=replace(SELECTOR, rule="mass", value=0.7)),
     "all of the mass": Shape(70, 201, 250, selector=replace(SELECTOR, rule="mass", value=1.0)),
     "a budget": Shape(100, 201, 290, selector=replace(SELECTOR, rule="budget", value=130.0)),
+    "no tail": Shape(100, 201, 1000),
+    "one part of a tile before the tail": Shape(70, 60, 100),
     "a share of what is seen": Shape(100, 201, 290, selector=replace(SELECTOR, rule="budget", value=0.4)),
     "one head a KV head": Shape(96, 100, 500, kv_heads=4, size=128, selector=replace(SELECTOR, tile=64, group=8)),
     "few tokens, one KV head": Shape(130, 3, 500, heads=8, kv_heads=1, selector=replace(SELECTOR, tile=64, group=8)),
@@ -90,6 +92,16 @@ class Case:
         starts = self.tiles.starts
         self.sparse = ((starts >= selector.start) & (self.tiles.ends <= dense_from)).tolist()
 
+    def order(self) -> list[tuple[int, int]]:
+        """Tile and choosing head of each virtual sequence."""
+        backwards = range(self.tiles.count - 1, -1, -1)
+        tail = [tile for tile in backwards if self.tiles.ends[tile] > self.tiles.dense_from]
+        others = [tile for tile in backwards if tile not in tail]
+        each = self.choosing // self.kv_heads
+        return [(tile, head) for tile in tail for head in range(self.choosing)] + [
+            (tile, first + head) for first in range(0, self.choosing, each) for tile in others for head in range(each)
+        ]
+
     def fold(self) -> tuple[Tensor, Tensor]:
         """Folded queries, and groups of them."""
         from serving.accel import kernels
@@ -119,19 +131,16 @@ def test_folded_queries_are_those_of_the_virtual_sequences(case: Case) -> None:
     folded, _ = case.fold()
     from serving.accel import kernels
 
-    starts = kernels.sequence_starts(case.tiles, case.choosing).tolist()
+    starts = kernels.sequence_starts(case.tiles, case.choosing, case.kv_heads).tolist()
     each = case.heads // case.choosing
-    sequence = 0
-    for tile in reversed(range(case.tiles.count)):
+    for sequence, (tile, head) in enumerate(case.order()):
         begin = max(int(case.tiles.starts[tile]), case.tiles.first) - case.tiles.first
         end = begin + int(case.tiles.lengths[tile])
-        for head in range(case.choosing):
-            expected = case.query[begin:end, head * each : (head + 1) * each].flatten(0, 1)
-            assert torch.equal(folded[starts[sequence] * each : starts[sequence + 1] * each], expected)
-            sequence += 1
+        expected = case.query[begin:end, head * each : (head + 1) * each].flatten(0, 1)
+        assert torch.equal(folded[starts[sequence] * each : starts[sequence + 1] * each], expected)
     # Unfolded they are as they were.
     out = torch.full_like(case.query, float("nan"))
-    kernels.unfold(folded, case.tiles, case.choosing, out)
+    kernels.unfold(folded, case.tiles, case.choosing, case.kv_heads, out)
     assert torch.equal(out, case.query)
 
 
@@ -173,24 +182,21 @@ def test_page_tables(case: Case) -> None:
     assert int(count) == 5 + int(kept.sum())
     assert 0.2 < kept.sum() / tiles.visible.sum() / case.choosing <= 1
     flat, memory = case.cache.as_strided((case.cache.numel(),), (1,)), case.cache
-    sequence = 0
-    for tile in reversed(range(tiles.count)):
-        for head in range(case.choosing):
-            chosen = [
-                page * parts + part
-                for page in kept[head, tile].nonzero()[:, 0].tolist()
-                for part in range(parts)
-                if (page * parts + part) * case.page < int(tiles.ends[tile])
-            ]
-            listed = [page for page in tables[sequence].tolist() if page != -1]
-            kv_head = head * case.kv_heads // case.choosing
-            assert len(listed) == len(chosen)
-            for virtual, page in zip(listed, chosen, strict=True):
-                key = flat[virtual * folding.head : virtual * folding.head + 8]
-                assert torch.equal(key, memory[int(case.table[page]), 0, kv_head, :8])
-            beyond = int(kept[head, tile].sum()) - int(tiles.visible_pages[tile])
-            assert int(lengths[sequence]) == beyond * tiles.page + int(tiles.ends[tile])
-            sequence += 1
+    for sequence, (tile, head) in enumerate(case.order()):
+        chosen = [
+            page * parts + part
+            for page in kept[head, tile].nonzero()[:, 0].tolist()
+            for part in range(parts)
+            if (page * parts + part) * case.page < int(tiles.ends[tile])
+        ]
+        listed = [page for page in tables[sequence].tolist() if page != -1]
+        kv_head = head * case.kv_heads // case.choosing
+        assert len(listed) == len(chosen)
+        for virtual, page in zip(listed, chosen, strict=True):
+            key = flat[virtual * folding.head : virtual * folding.head + 8]
+            assert torch.equal(key, memory[int(case.table[page]), 0, kv_head, :8])
+        beyond = int(kept[head, tile].sum()) - int(tiles.visible_pages[tile])
+        assert int(lengths[sequence]) == beyond * tiles.page + int(tiles.ends[tile])
 
 
 def test_a_budget_is_filled_with_equals() -> None:
