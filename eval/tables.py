@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from eval.quality import Bucket, Comparison, Report, Score
 from eval.speed import Row, Speed
 from eval.statistics import Difference, Interval
-from eval.volumes import Volumes, Way
+
+if TYPE_CHECKING:
+    # It needs the whole service, which a table of speeds does not.
+    from eval.volumes import Volumes, Way
 
 _NOTHING = "-"
 _SPEED = (

@@ -425,7 +425,8 @@ class VllmEngine:
     def _engine_args(self) -> AsyncEngineArgs:
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        self._share = self.limits.token_budget // 2
+        # vLLM refuses a share that no prompt can have.
+        self._share = min(self.limits.token_budget // 2, self._window)
         transfer = self._kv_transfer()
         self._keeps = transfer is not None
         arguments: dict[str, Any] = {

@@ -40,7 +40,12 @@ async def _clear(engine: VllmEngine) -> None:
 async def test_what_the_hosts_memory_holds_is_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So small a model computes sooner than it loads.
     monkeypatch.setattr("serving.vllm_engine._HOST_LOAD_S", 0.0)
-    arguments: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True, "gpu_memory_utilization": 0.2}
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "num_gpu_blocks_override": 400,
+        "gpu_memory_utilization": 0.05,
+        "enforce_eager": True,
+    }
     config = EngineConfig(max_model_len=2048, kv_disk=tmp_path, kv_memory_gib=1, engine_args=arguments)
     engine = VllmEngine(config)
     await engine.start()

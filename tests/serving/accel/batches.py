@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from serving.accel.channel import DENSE_FROM, PREFILL, SELECTOR, TRACE
+from serving.accel.policy import Tiling
 from serving.accel.requests import Requests
 
 
@@ -100,3 +101,14 @@ def describe_llama(folder: Path, heads: int, kv_heads: int, size: int, layers: i
         "vocab_size": 64,
     }
     (folder / "config.json").write_text(json.dumps(described))
+
+
+def virtual_sequences(tiles: Tiling, heads: int, kv_heads: int) -> list[tuple[int, int]]:
+    """Tile and choosing head of each virtual sequence on a GPU, in their order."""
+    backwards = range(tiles.count - 1, -1, -1)
+    tail = [tile for tile in backwards if tiles.ends[tile] > tiles.dense_from]
+    others = [tile for tile in backwards if tile not in tail]
+    each = heads // kv_heads
+    return [(tile, head) for tile in tail for head in range(heads)] + [
+        (tile, first + head) for first in range(0, heads, each) for tile in others for head in range(each)
+    ]

@@ -16,7 +16,17 @@ from serving.accel.channel import TRACE
 from serving.accel.policy import Tiling, group_means, keep, page_shares
 from serving.accel.reference import dense_attention, sparse_attention
 from serving.accel.requests import Asked, Requests
-from tests.serving.accel.batches import Prompt, alike, announce, describe_llama, exact, places, sparse, table
+from tests.serving.accel.batches import (
+    Prompt,
+    alike,
+    announce,
+    describe_llama,
+    exact,
+    places,
+    sparse,
+    table,
+    virtual_sequences,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -216,14 +226,12 @@ def _kept(read: Any, number: int, model: Model) -> tuple[Tiling, Tensor]:
     kv_heads, parts = model.shape.kv_heads, tiles.page // model.shape.page
     folds = model.cache.stride(0) // model.cache.stride(1)
     kept = torch.zeros(heads, tiles.count, int(tiles.visible_pages[-1]), dtype=torch.bool)
-    for tile in range(tiles.count):
-        for head in range(heads):
-            sequence = first + (tiles.count - 1 - tile) * heads + head
-            pages = -(-int(buffers.lengths[sequence]) // model.shape.page)
-            for virtual in buffers.tables[sequence, :pages].tolist():
-                kv_head = head * kv_heads // heads
-                assert (virtual - kv_head) % folds == 0
-                kept[head, tile, table[(virtual - kv_head) // folds] // parts] = True
+    for sequence, (tile, head) in enumerate(virtual_sequences(tiles, heads, kv_heads), first):
+        pages = -(-int(buffers.lengths[sequence]) // model.shape.page)
+        for virtual in buffers.tables[sequence, :pages].tolist():
+            kv_head = head * kv_heads // heads
+            assert (virtual - kv_head) % folds == 0
+            kept[head, tile, table[(virtual - kv_head) // folds] // parts] = True
     return tiles, kept
 
 

@@ -35,7 +35,7 @@ async def engine() -> AsyncIterator[VllmEngine]:
         "dtype": "bfloat16",
         "block_size": 16,
         "num_gpu_blocks_override": PAGES,
-        "gpu_memory_utilization": 0.2,
+        "gpu_memory_utilization": 0.05,
         "enforce_eager": True,
     }
     engine = VllmEngine(EngineConfig(max_model_len=2048, token_budget=512, engine_args=arguments))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serving.accel.policy import Selector, Tiling, group_means, keep
 from serving.accel.policy import page_shares as shares_in_torch
+from tests.serving.accel.batches import virtual_sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,14 +94,7 @@ class Case:
         self.sparse = ((starts >= selector.start) & (self.tiles.ends <= dense_from)).tolist()
 
     def order(self) -> list[tuple[int, int]]:
-        """Tile and choosing head of each virtual sequence."""
-        backwards = range(self.tiles.count - 1, -1, -1)
-        tail = [tile for tile in backwards if self.tiles.ends[tile] > self.tiles.dense_from]
-        others = [tile for tile in backwards if tile not in tail]
-        each = self.choosing // self.kv_heads
-        return [(tile, head) for tile in tail for head in range(self.choosing)] + [
-            (tile, first + head) for first in range(0, self.choosing, each) for tile in others for head in range(each)
-        ]
+        return virtual_sequences(self.tiles, self.choosing, self.kv_heads)
 
     def fold(self) -> tuple[Tensor, Tensor]:
         """Folded queries, and groups of them."""
