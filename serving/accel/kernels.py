@@ -8,8 +8,7 @@ all of them can be computed at once; products take their inputs in the precision
 
 Virtual sequences are in another order than on the CPU. The dense tiles at the end of a prompt read the most; they come
 first, so that they overlap with everything else. Then comes one KV head after another, so that most of what is read at
-a time is in the device's cache: with all heads at once, the kernel waits for the memory. Within these, later tiles come
-first, and within a tile head after head.
+a time is in the device's cache. Within these, later tiles come first, and within a tile head after head.
 """
 
 from __future__ import annotations
