@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,20 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from app import log
-from app.cli import settings_or_exit
+from eval import run_cli
+from eval.console import engine_config, numbers, progress, say, settings_of_service, told
 
 if TYPE_CHECKING:
-    from app.settings import Settings
     from eval.facts import Fact
     from eval.quality import Report
     from eval.warming import Warming
-    from serving.config import EngineConfig
 
 _out = Console(soft_wrap=True)
-_err = Console(stderr=True)
 
 _ARMS = (
     "The control first: exact, again, warm, sparse, half; with settings as in exact+chunk=256 or "
@@ -49,6 +45,10 @@ Engine = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 cli = typer.Typer(no_args_is_help=True, help="Measure the service.")
+cli.command()(run_cli.run)
+cli.command()(run_cli.compare)
+cli.command("list")(run_cli.list_)
+cli.add_typer(run_cli.baseline, name="baseline")
 
 
 # The settings that decide which passages are found, and what of a document is read early.
@@ -86,19 +86,19 @@ def speed(
     from eval.tables import speed_table
 
     path = out or default_path("speed")
-    with _told():
-        config = _engine_config()
+    with told():
+        config = engine_config()
         config = with_shape(config, shape) if shape else config
         if sweep and arms:
             raise BadUsage("--sweep makes its own arms; give either --sweep or --arms")
         chosen = sweep_arms(sweep.split()) if sweep else parse_arms(arms or "exact,again")
-        sizes = _numbers(lengths)
+        sizes = numbers(lengths)
         about = {**identity(seed=seed, config=config), "arms": [asdict(arm) for arm in chosen], "at_once": at_once}
-        with results_file(path) as results, _progress(len(chosen) * len(sizes) * repeats, "rounds") as step:
+        with results_file(path) as results, progress(len(chosen) * len(sizes) * repeats, "rounds") as step:
             results.add("identity", about)
-            server = partial(opened, config=config, say=_say)
+            server = partial(opened, config=config, say=say)
             run = run_speed(
-                chosen, sizes, repeats, server, seed=seed, results=results, say=_say, step=step, at_once=at_once
+                chosen, sizes, repeats, server, seed=seed, results=results, say=say, step=step, at_once=at_once
             )
             measured = asyncio.run(run)
             results.add("summary", asdict(measured))
@@ -108,7 +108,7 @@ def speed(
         _out.print(speed_table(measured), markup=False, highlight=False)
         _tell(measured.limits)
         _tell_hits(measured.unwanted_hits)
-    _say(f"every request is in {path}")
+    say(f"every request is in {path}")
     if measured.unwanted_hits != 0:
         raise typer.Exit(1)
 
@@ -135,15 +135,15 @@ def quality(
     from eval.serve import engine_named, opened
 
     path = out or default_path("quality")
-    with _told():
-        config = _engine_config()
+    with told():
+        config = engine_config()
         chosen = parse_arms(arms)
         runs = engine_named(engine, chosen)
         asked = load_suite(suite)
         asked = asked.narrowed(
             tasks=tuple(tasks.split(",")) if tasks else None,
             languages=tuple(languages.split(",")) if languages else None,
-            lengths=_numbers(lengths) if lengths else None,
+            lengths=numbers(lengths) if lengths else None,
             number=contexts,
         )
         asked, skipped = asked.for_model(config.model)
@@ -155,14 +155,14 @@ def quality(
             "at_once": at_once,
         }
         total = sum(1 for _ in asked.contexts) * len(chosen)
-        with results_file(path) as results, _progress(total, "contexts") as step:
+        with results_file(path) as results, progress(total, "contexts") as step:
             results.add("identity", about)
-            server = partial(opened, config=config, say=_say, engine=runs)
+            server = partial(opened, config=config, say=say, engine=runs)
             run = run_quality(chosen, asked, server, seed=seed, results=results, step=step, at_once=at_once)
             report = replace(asyncio.run(run), skipped=skipped)
             results.add("summary", summary(report))
     _show(report, about, as_json)
-    _say(f"every answer is in {path}")
+    say(f"every answer is in {path}")
     if not report.passed:
         raise typer.Exit(1)
 
@@ -175,7 +175,7 @@ def pool(
     """Several quality runs as one: of other seeds, tasks or lengths, broken off or not. Exit code as of `quality`."""
     from eval.pool import pooled
 
-    with _told():
+    with told():
         report, about = pooled(files)
     _show(report, about, as_json)
     if not report.passed:
@@ -222,17 +222,17 @@ def warming(
     from serving.vllm_engine import VllmEngine
 
     path = out or default_path("warming")
-    with _told():
-        config = _engine_config()
+    with told():
+        config = engine_config()
         config = with_shape(config, shape) if shape else config
         about = identity(seed=seed, config=config)
         total = repeats + 3 * questions
-        with results_file(path) as results, _progress(total, "measurements") as step, TemporaryDirectory() as folder:
+        with results_file(path) as results, progress(total, "measurements") as step, TemporaryDirectory() as folder:
             results.add("identity", about)
 
             async def run() -> Warming:
                 engine = VllmEngine(config)
-                _say("starting the engine, about a minute")
+                say("starting the engine, about a minute")
                 await engine.start()
                 try:
                     return await measure_warming(
@@ -255,7 +255,7 @@ def warming(
     else:
         for name, value in warming_lines(measured):
             print(f"{name:<48}{value}")
-    _say(f"every measurement is in {path}")
+    say(f"every measurement is in {path}")
 
 
 @cli.command()
@@ -274,29 +274,29 @@ def tiers(
     from eval.tiers import measure_tiers, require_files, tier_lines
 
     path = out or default_path("tiers")
-    with _told():
-        config = _settings().engine_config
-        sizes = _numbers(lengths)
+    with told():
+        config = settings_of_service().engine_config
+        sizes = numbers(lengths)
         # Not among the service's own files, but on the same disk.
         parent = require_files(config).parent
         parent.mkdir(parents=True, exist_ok=True)
         with (
             results_file(path) as results,
-            _progress(2 * len(sizes) * repeats, "prompts") as step,
+            progress(2 * len(sizes) * repeats, "prompts") as step,
             TemporaryDirectory(prefix="eval-tiers-", dir=parent) as folder,
         ):
             config = with_shape(config, shape) if shape else config
             about = identity(seed=seed, config=replace(config, kv_disk=None))
             results.add("identity", about)
             config = replace(config, kv_disk=Path(folder))
-            run = measure_tiers(config, sizes, repeats, seed=seed, results=results, say=_say, step=step)
+            run = measure_tiers(config, sizes, repeats, seed=seed, results=results, say=say, step=step)
             measured = asyncio.run(run)
             results.add("summary", {"tiers": [asdict(tier) for tier in measured]})
     if as_json:
         print(json.dumps({**about, "tiers": [asdict(tier) for tier in measured]}, indent=2))
     else:
         print("\n".join(tier_lines(measured)))
-    _say(f"every request is in {path}")
+    say(f"every request is in {path}")
 
 
 @cli.command()
@@ -322,21 +322,21 @@ def volumes(
     from eval.volumes import Volumes, measure_volumes
 
     path = out or default_path("volumes")
-    with _told():
+    with told():
         name, data, asked = _document(file, facts, pages, questions, language, seed)
-        settings = _settings()
+        settings = settings_of_service()
         about = {
             **identity(seed=seed, config=settings.engine_config),
             "settings": settings.model_dump(mode="json", include=_SEARCH),
             "document": name,
         }
-        with results_file(path) as results, _progress(len(asked), "questions") as step, TemporaryDirectory() as folder:
+        with results_file(path) as results, progress(len(asked), "questions") as step, TemporaryDirectory() as folder:
             results.add("identity", about)
 
             async def run() -> Volumes:
                 async with service(settings, Path(folder)) as services:
                     return await measure_volumes(
-                        services, name, data, asked, wait=wait, seed=seed, results=results, say=_say, step=step
+                        services, name, data, asked, wait=wait, seed=seed, results=results, say=say, step=step
                     )
 
             measured = asyncio.run(run())
@@ -345,7 +345,7 @@ def volumes(
         print(json.dumps({**about, **plain(asdict(measured))}, indent=2))
     else:
         _out.print(volumes_table(measured), markup=False, highlight=False)
-    _say(f"every answer is in {path}")
+    say(f"every answer is in {path}")
 
 
 @cli.command()
@@ -394,72 +394,13 @@ def _document(
     return "handbook.txt", "\f".join(made.pages).encode(), made.facts
 
 
-def _engine_config() -> EngineConfig:
-    """The service's engine, but for what it keeps on disk: those files are the service's own."""
-    return replace(_settings().engine_config, kv_disk=None)
-
-
-def _settings() -> Settings:
-    from app.server import silence
-
-    settings = settings_or_exit()
-    silence(settings)
-    return settings
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """A foreseeable failure is one sentence; exit code 2 when the command was wrong, else 1."""
-    from eval.errors import BadUsage, EvalError
-    from ingest.errors import IngestError
-    from retrieval.errors import RetrievalError
-    from serving.errors import ServingError
-
-    try:
-        yield
-    except (EvalError, IngestError, RetrievalError, ServingError) as error:
-        _say(str(error))
-        raise typer.Exit(2 if isinstance(error, BadUsage) else 1) from error
-
-
-@contextmanager
-def _progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, a line for each tenth elsewhere."""
-    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    done = 0
-    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
-        task = bar.add_task(unit, total=total)
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, completed=done)
-            if not _err.is_terminal and done * 10 // total > (done - 1) * 10 // total:
-                _say(f"{done} of {total} {unit}")
-
-        yield step
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    from eval.errors import BadUsage
-
-    parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) for part in parts):
-        raise BadUsage(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
-    return tuple(sorted({int(part) for part in parts}))
-
-
 def _tell(lines: tuple[str, ...]) -> None:
     for line in lines:
-        _say(line)
+        say(line)
 
 
 def _tell_hits(hits: int | None) -> None:
     if hits is None:
-        _say("whether anything was cached is not proven: a server did not tell")
+        say("whether anything was cached is not proven: a server did not tell")
     elif hits:
-        _say(f"{hits} requests found something in the cache that should have been empty: the run does not count")
-
-
-def _say(text: str) -> None:
-    _err.print(f"foreword eval: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{hits} requests found something in the cache that should have been empty: the run does not count")

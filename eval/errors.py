@@ -2,7 +2,8 @@
 
 EvalError
 ├── BadUsage      what was asked for cannot be run as asked: arms, a suite, a file, a shape
-└── NotMeasured   a run ended without the figures it was started for
+├── NotMeasured   a run ended without the figures it was started for
+└── NotWritten    a result cannot be written; what came before it is there
 """
 
 
@@ -16,3 +17,7 @@ class BadUsage(EvalError):
 
 class NotMeasured(EvalError):
     """A run ended without the figures it was started for."""
+
+
+class NotWritten(EvalError):
+    """A result cannot be written; what came before it is there."""

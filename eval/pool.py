@@ -6,7 +6,6 @@ them lacks. A file whose run was broken off counts with what it holds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from eval.arms import Arm, Variant
 from eval.errors import BadUsage
 from eval.quality import Answer, Report, Suite, report_of
+from eval.results import read_results
 from eval.served import Served
 
 # What must be the same in all runs, beside what decides: answers of other arms or weights are another measurement.
@@ -60,23 +60,12 @@ def pooled(files: Sequence[Path]) -> tuple[Report, dict[str, Any]]:
 
 
 def _read(file: Path) -> _Run:
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadUsage(f"the results file {str(file)!r} cannot be read: {error}") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            # A run that is ended from outside may leave half a line.
-            if number < len(lines):
-                raise BadUsage(f"line {number} of {str(file)!r} is not JSON; is it a results file?") from error
+    records = list(read_results(file))
     try:
         about = records[0]
         # Older runs do not say it, for there was no choice.
         about = {"engine": "vllm"} | about
-        answers = tuple(_answer(record) for record in records if record["kind"] == "answer")
+        answers = tuple(read_answer(record) for record in records if record["kind"] == "answer")
         missing = {*_SAME, "seed", "date", "suite"} - about.keys()
     except (IndexError, KeyError, TypeError) as error:
         raise BadUsage(f"{str(file)!r} does not hold the answers of a quality run; give files of 'quality'") from error
@@ -85,7 +74,8 @@ def _read(file: Path) -> _Run:
     return _Run(file, about, answers)
 
 
-def _answer(record: Mapping[str, Any]) -> Answer:
+def read_answer(record: Mapping[str, Any]) -> Answer:
+    """An answer from its line."""
     given = {name: value for name, value in record.items() if name != "kind"}
     served = Served(**given["served"])
     if served.first is not None:

@@ -184,22 +184,43 @@ class Report:
         return no_worse and self.unwanted_hits == 0 and not self.failures
 
 
+def suite_names() -> list[str]:
+    """The suites of the package."""
+    return sorted(path.stem for path in _SUITES.glob("*.toml"))
+
+
+def suite_file(name: str) -> Path:
+    """Where a suite of the package lies, by name, or a TOML file, by path."""
+    return Path(name) if "/" in name or name.endswith(".toml") else _SUITES / f"{name}.toml"
+
+
+def read_suite(name: str) -> dict[str, Any]:
+    """The content of a suite's file.
+
+    Raises:
+        BadUsage: there is none, or it cannot be read.
+    """
+    try:
+        return tomllib.loads(suite_file(name).read_text("utf-8"))
+    except FileNotFoundError as error:
+        known = ", ".join(suite_names())
+        raise BadUsage(f"there is no suite {name!r}; use one of {known}, or give a TOML file") from error
+    except (OSError, ValueError) as error:
+        raise BadUsage(f"the suite {name!r} cannot be read: {error}") from error
+
+
 def load_suite(name: str) -> Suite:
-    """A suite of the package by name, or a TOML file by path.
+    """What a suite of the package, or a TOML file by path, says of quality.
 
     Raises:
         BadUsage: there is none, or it lacks something.
     """
-    file = _SUITES / f"{name}.toml" if "/" not in name and not name.endswith(".toml") else Path(name)
+    content = read_suite(name)
     try:
-        content = tomllib.loads(file.read_text("utf-8"))
         settings = {**content["verdict"], **content["contexts"]}
         tuples = {key: tuple(value) for key, value in settings.items() if isinstance(value, list)}
         suite = Suite(name=name, **{**settings, **tuples})
-    except FileNotFoundError as error:
-        known = ", ".join(sorted(path.stem for path in _SUITES.glob("*.toml")))
-        raise BadUsage(f"there is no suite {name!r}; use one of {known}, or give a TOML file") from error
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise BadUsage(f"the suite {name!r} cannot be read: {error}") from error
     if told := _fault(suite):
         raise BadUsage(f"the suite {name!r} cannot be used: {told}")
@@ -230,11 +251,13 @@ async def run_quality(
     results: Results,
     step: Callable[[], None],
     at_once: int = 1,
+    known: Sequence[Answer] = (),
 ) -> Report:
     """Ask every question of the suite through every arm.
 
     Args:
         at_once: contexts of an arm that are in work together; their times then mean nothing.
+        known: answers of a run that was broken off; contexts that an arm has answered wholly are not asked again.
         open_server: what serves a variant, such as `serve.opened` with its settings.
         step: called after each context of each arm.
 
@@ -244,7 +267,9 @@ async def run_quality(
         StartError: an engine does not start.
     """
     contexts: list[Context] = []
-    answers: list[Answer] = []
+    asked = Counter((answer.arm, answer.context) for answer in known if not answer.served.error)
+    whole = {one for one, count in asked.items() if count >= suite.questions}
+    answers = [answer for answer in known if (answer.arm, answer.context) in whole]
     skipped: list[str] = []
     await probe(arms, open_server)
     for variant, group in by_engine(arms):
@@ -258,7 +283,8 @@ async def run_quality(
                     together = contexts[start : start + at_once]
                     # Whatever drifts over time meets both first and last arms alike.
                     for arm in group if number % 2 == 0 else reversed(group):
-                        for given in await asyncio.gather(*(_ask(context, arm, server) for context in together)):
+                        left = [context for context in together if (arm.name, context.id) not in whole]
+                        for given in await asyncio.gather(*(_ask(context, arm, server) for context in left)):
                             answers += given
                             for answer in given:
                                 results.add("answer", asdict(answer))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -90,11 +91,13 @@ async def run_speed(
     say: Callable[[str], None],
     step: Callable[[], None],
     at_once: int = 1,
+    known: Sequence[Timed] = (),
 ) -> Speed:
     """Read `repeats` rounds of unique prompts of each length through every arm.
 
     Args:
         at_once: prompts of a round.
+        known: requests of a run that was broken off; rounds that an arm has read wholly are not read again.
         open_server: what serves a variant, such as `serve.opened` with its settings.
         step: called after each timed prompt of each arm.
 
@@ -104,7 +107,9 @@ async def run_speed(
         StartError: the engine of the first arm does not start.
     """
     prompts: dict[int, list[Context]] = {}
-    timed: list[Timed] = []
+    read = Counter((one.arm, one.length, one.round) for one in known if one.served.error is None)
+    whole = {one for one, count in read.items() if count >= at_once}
+    timed = [one for one in known if (one.arm, one.length, one.round) in whole]
     limits: list[str] = []
     memory: dict[tuple[str, int], int | None] = {}
     if short := next((arm for arm in arms if arm.keep < 1), None):
@@ -120,7 +125,7 @@ async def run_speed(
                 for length in sorted(lengths if place == 0 else prompts):
                     failure = _prompts(prompts, length, repeats * at_once, seed, server) if place == 0 else None
                     if failure is None:
-                        run = _Run(length, prompts[length], at_once, server, results, step)
+                        run = _Run(length, prompts[length], at_once, server, results, step, whole)
                         new, failure = await _time_length(group, run)
                         timed += new
                     memory |= {(arm.name, length): _memory(variant.url) for arm in group}
@@ -173,7 +178,7 @@ def _prompts(prompts: dict[int, list[Context]], length: int, timed: int, seed: i
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is read of one length, how many at once, and by whom."""
+    """What is read of one length, how many at once, and by whom; `whole` are rounds of arms that are not read again."""
 
     length: int
     contexts: Sequence[Context]
@@ -181,18 +186,24 @@ class _Run:
     server: Server
     results: Results
     step: Callable[[], None]
+    whole: Collection[tuple[str, int, int]]
 
 
 async def _time_length(group: Sequence[Arm], run: _Run) -> tuple[list[Timed], str | None]:
     """The timed requests of a length, and why it failed if it did. The last prompt warms each arm up."""
     timed: list[Timed] = []
     *counted, spare = run.contexts
+    rounds = range(0, len(counted), run.at_once)
     for arm in group:
+        if all((arm.name, run.length, number) in run.whole for number in range(len(rounds))):
+            continue
         if error := (await _serve_once(spare, arm, run.server)).error:
             return [], f"{arm.name}: {error}"
-    for number, start in enumerate(range(0, len(counted), run.at_once)):
+    for number, start in enumerate(rounds):
         contexts = counted[start : start + run.at_once]
         for arm in group if number % 2 == 0 else reversed(group):
+            if (arm.name, run.length, number) in run.whole:
+                continue
             together = await asyncio.gather(*(_serve_once(context, arm, run.server) for context in contexts))
             for place, served in enumerate(together, start):
                 one = Timed(arm.name, run.length, number, place, served)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from eval.compare import Change
 from eval.quality import Bucket, Comparison, Report, Score
 from eval.speed import Row, Speed
 from eval.statistics import Difference, Interval
@@ -49,6 +50,20 @@ def quality_tables(report: Report) -> str:
         f"{_aligned(_heads(one), [_bucket_cells(bucket) for bucket in one.buckets])}\n{_verdict(one)}"
         for one in report.comparisons
     )
+
+
+def changes_table(changes: Sequence[Change]) -> str:
+    """Figures of two runs, one a line."""
+    rows = [
+        (
+            change.name,
+            f"{change.before:,.4g} {change.unit}",
+            f"{change.after:,.4g} {change.unit}",
+            _NOTHING if change.ratio is None else _interval(change.ratio),
+        )
+        for change in changes
+    ]
+    return _aligned(("figure", "before", "after", "ratio on the same prompts"), rows)
 
 
 def volumes_table(measured: Volumes) -> str:

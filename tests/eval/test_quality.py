@@ -150,7 +150,7 @@ async def test_an_engine_that_does_not_start_costs_only_its_own_arms(results: Re
     assert not report.passed
 
 
-@pytest.mark.parametrize("name", ["quick", "full"])
+@pytest.mark.parametrize("name", ["quick", "full", "release"])
 async def test_a_suite_can_pass_with_a_fifth_of_it_not_informative(name: str, results: Results) -> None:
     suite = load_suite(name)
     contexts = len(list(suite.for_model("packaged")[0].contexts)) * 4 // 5
@@ -192,7 +192,7 @@ async def test_prompts_that_are_not_read_sparsely_without_a_reason_do_not_count(
         await run("exact,sparse", results, replace(SUITE, number=1), Script(selector="alpha:0.02"))
 
 
-@pytest.mark.parametrize("name", ["quick", "full"])
+@pytest.mark.parametrize("name", ["quick", "full", "release"])
 def test_packaged_suites_can_be_read(name: str) -> None:
     suite = load_suite(name)
     assert 0 < suite.margin < 0.1
@@ -202,7 +202,7 @@ def test_packaged_suites_can_be_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        pytest.param("nothing", None, "there is no suite 'nothing'; use one of full, quick", id="unknown"),
+        pytest.param("nothing", None, "there is no suite 'nothing'; use one of full, quick, release", id="unknown"),
         pytest.param("a.toml", "margin = ", "cannot be read", id="broken"),
         pytest.param("a.toml", WHOLE.replace("hops", "chess"), "names the task 'chess'", id="unknown task"),
         pytest.param("a.toml", WHOLE.replace('"en"', '"fr"'), "names the language 'fr'", id="unknown language"),

@@ -1,0 +1,88 @@
+"""What the commands of `foreword eval` have in common: settings, errors as one sentence, and progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from app.cli import settings_or_exit
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+    from serving.config import EngineConfig
+
+_err = Console(stderr=True)
+
+
+def engine_config() -> EngineConfig:
+    """The service's engine, but for what it keeps on disk: those files are the service's own."""
+    return replace(settings_of_service().engine_config, kv_disk=None)
+
+
+def settings_of_service() -> Settings:
+    """The settings, with everything that would write to the terminal quiet."""
+    from app.server import silence
+
+    settings = settings_or_exit()
+    silence(settings)
+    return settings
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """A foreseeable failure is one sentence; exit code 2 when the command was wrong, else 1."""
+    from eval.errors import BadUsage, EvalError
+    from ingest.errors import IngestError
+    from retrieval.errors import RetrievalError
+    from serving.errors import ServingError
+
+    try:
+        yield
+    except (EvalError, IngestError, RetrievalError, ServingError) as error:
+        say(str(error))
+        raise typer.Exit(2 if isinstance(error, BadUsage) else 1) from error
+
+
+@contextmanager
+def progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, a line for each tenth elsewhere."""
+    columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    done, begun = 0, time.monotonic()
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
+        task = bar.add_task(unit, total=total)
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done)
+            if not _err.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+                left = (time.monotonic() - begun) * (total - done) / done
+                say(f"{done} of {total} {unit}" + (f", about {left:.0f} s left" if done < total else ""))
+
+        yield step
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers with commas, each once, ascending.
+
+    Raises:
+        BadUsage: something else.
+    """
+    from eval.errors import BadUsage
+
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) for part in parts):
+        raise BadUsage(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def say(text: str) -> None:
+    """A line for people, beside what the command prints."""
+    _err.print(f"foreword eval: {text}", markup=False, highlight=False, soft_wrap=True)
