@@ -16,6 +16,7 @@ from app.services import Services, build_services
 from app.settings import Settings
 from eval.errors import BadUsage
 from eval.facts import Fact
+from eval.faithfulness import faithfulness
 from eval.measures import contains
 from retrieval.catalogue import READABLE, Document
 from serving.supervisor import SupervisedEngine
@@ -28,6 +29,7 @@ class Answered:
 
     `right` is the share of the gold strings in the answer; `cited` whether a citation points to the fact's page; `held`
     whether the prompt has that page, or a part of it, so that what was not found is told from what was not read well.
+    `supported` is the share of the answer's sentences that what the model was given bears out; None without a claim.
     `volume` is the one that the prompt held, if it did. `ttft` is the service's own, in seconds from the question to
     the first text; None when the answer is empty.
     """
@@ -42,6 +44,7 @@ class Answered:
     prompt_tokens: int
     computed_tokens: int | None
     ttft: float | None
+    supported: float | None = None
 
 
 @contextlib.asynccontextmanager
@@ -125,6 +128,7 @@ async def ask(fact: Fact, document: Document, services: Services, *, mode: Mode,
     done = next(event for event in events if isinstance(event, Done))
     citations = next(event.citations for event in events if isinstance(event, Citations))
     cached = done.prefill.cached_tokens
+    given = "\n".join(evidence.text for evidence in prepared.evidence)
     return Answered(
         text=done.answer,
         right=contains(done.answer, fact.gold),
@@ -136,6 +140,7 @@ async def ask(fact: Fact, document: Document, services: Services, *, mode: Mode,
         prompt_tokens=done.prefill.prompt_tokens,
         computed_tokens=None if cached is None else done.prefill.prompt_tokens - cached,
         ttft=done.timings.ttft,
+        supported=faithfulness(done.answer, given, question=fact.question).share,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from scipy.stats import binomtest
+
 from eval.quality import Report
 from eval.speed import Speed
 
@@ -65,6 +67,14 @@ class Rate:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, name: str, hits: int, n: int) -> Rate:
+        """The share of `hits` among `n`; of nothing it may be anything."""
+        if not n:
+            return cls(name, 0, 0, 0.0, 1.0)
+        interval = binomtest(hits, n).proportion_ci(method="exact")
+        return cls(name, hits, n, float(interval.low), float(interval.high))
+
     @property
     def share(self) -> float:
         return self.hits / self.n if self.n else 0.0
@@ -74,7 +84,7 @@ class Rate:
 class Asked:
     """Documents, questions, answers and pages, end to end through the service, by one way of asking.
 
-    `recall` is the share of questions whose page is among the passages found, `mrr` the mean of one over its rank.
+    `recall` is the share of questions whose page is among the best passages found, `mrr` the mean of one over its rank.
     `supported` is the share of the answers' sentences that the context given bears out. Times in seconds, medians.
     """
 
@@ -90,12 +100,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Privacy:
-    """Planted personal data: found of each entity, what was taken for some that is none, and what came back exact."""
+    """Planted personal data: what was found of each kind, and what was taken for some that is none.
+
+    `words` were looked through, a Chinese character counting as one.
+    """
 
     recall: tuple[Rate, ...]
     words: int
     false_alarms: int
-    restored: Rate
 
 
 @dataclass(frozen=True, slots=True)
