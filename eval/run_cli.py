@@ -40,10 +40,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Speed and answers of arms, with a verdict and a report. Exit code 0 passed, 1 a gate failed, 2 bad usage."""
-    from eval.errors import BadUsage
+    from eval.errors import BadUsage, NotWritten
     from eval.identity import identity
     from eval.plan import load_plan
-    from eval.report import verdict, write_report
+    from eval.report import write_report
+    from eval.report.verdict import verdict
     from eval.run import Folder, measure
     from eval.serve import opened
 
@@ -77,7 +78,11 @@ def run(
         finished = datetime.now(UTC).isoformat(timespec="seconds")
         findings = replace(findings, about={**findings.about, "finished": finished})
         folder.save(findings)
-        write_report(findings, folder.path)
+        try:
+            write_report(findings, folder.path)
+        except OSError as error:
+            told_why = f"the report cannot be written to {str(folder.path)!r} ({error.strerror})"
+            raise NotWritten(f"{told_why}; make room and go on with --resume {folder.path}") from error
     if as_json:
         print(folder.findings.read_text("utf-8"))
     else:

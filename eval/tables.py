@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eval.compare import Change
+from eval.formats import NOTHING, count, difference, gib, interval, ms, number, points, share
 from eval.quality import Bucket, Comparison, Report, Score
 from eval.speed import Row, Speed
-from eval.statistics import Difference, Interval
 
 if TYPE_CHECKING:
     # It needs the whole service, which a table of speeds does not.
     from eval.volumes import Volumes, Way
 
-_NOTHING = "-"
 _SPEED = (
     *(
         "tokens",
@@ -33,6 +32,7 @@ _SPEED = (
     ),
     *("memory", "ratio to the first arm", "faster"),
 )
+SCORE_HEADS = ("task", "n", "score", "exact", "F1", "ROUGE-L", "supported", "")
 _LEFT = ("arm", "asked", "path", "task", "")
 
 
@@ -44,10 +44,9 @@ def speed_table(speed: Speed) -> str:
 def quality_tables(report: Report) -> str:
     """The control's own scores when it is alone, else for each arm one line a task and length and its verdict."""
     if not report.comparisons:
-        heads = ("task", "n", "score", "exact", "F1", "ROUGE-L", "supported", "")
-        return _aligned(heads, [_score_cells(score) for score in report.scores])
+        return _aligned(SCORE_HEADS, [score_cells(score) for score in report.scores])
     return "\n\n".join(
-        f"{_aligned(_heads(one), [_bucket_cells(bucket) for bucket in one.buckets])}\n{_verdict(one)}"
+        f"{_aligned(bucket_heads(one), [bucket_cells(bucket) for bucket in one.buckets])}\n{_verdict(one)}"
         for one in report.comparisons
     )
 
@@ -59,7 +58,7 @@ def changes_table(changes: Sequence[Change]) -> str:
             change.name,
             f"{change.before:,.4g} {change.unit}",
             f"{change.after:,.4g} {change.unit}",
-            _NOTHING if change.ratio is None else _interval(change.ratio),
+            NOTHING if change.ratio is None else interval(change.ratio),
         )
         for change in changes
     ]
@@ -70,7 +69,7 @@ def volumes_table(measured: Volumes) -> str:
     """The document, one line a way to ask, and the comparisons with their 95% intervals."""
     found = measured.comparison
     heads = ("asked", "n", "held", "right", "cited", "prompt tokens", "computed", "TTFT ms", "path")
-    ratio = _NOTHING if found.ttft is None else f"{_interval(found.ttft)} (n {found.ttft.n})"
+    ratio = NOTHING if found.ttft is None else f"{interval(found.ttft)} (n {found.ttft.n})"
     left_out = f", {measured.left_out} left out: not on their pages as stored" if measured.left_out else ""
     warm = f"{measured.warm} of {measured.volumes} volumes warm after {measured.read_s:,.0f} s"
     return "\n".join(
@@ -80,8 +79,8 @@ def volumes_table(measured: Volumes) -> str:
             "",
             _aligned(heads, [_way_cells(way) for way in found.ways]),
             "",
-            f"right, auto - retrieve: {_difference(found.right)} points",
-            f"cited, auto - retrieve: {_difference(found.cited)} points",
+            f"right, auto - retrieve: {difference(found.right)} points",
+            f"cited, auto - retrieve: {difference(found.cited)} points",
             f"TTFT, auto over filled: {ratio}",
         ]
     )
@@ -91,17 +90,18 @@ def _way_cells(way: Way) -> tuple[str, ...]:
     return (
         way.name,
         str(way.n),
-        _share(way.held),
-        _share(way.right),
-        _share(way.cited),
-        _count(way.prompt_tokens),
-        _count(way.computed_tokens),
-        _ms(way.ttft),
+        share(way.held),
+        share(way.right),
+        share(way.cited),
+        count(way.prompt_tokens),
+        count(way.computed_tokens),
+        ms(way.ttft),
         ", ".join(f"{path} {n}" for path, n in way.paths.items()),
     )
 
 
-def _heads(comparison: Comparison) -> tuple[str, ...]:
+def bucket_heads(comparison: Comparison) -> tuple[str, ...]:
+    """What the columns of a comparison are called."""
     return ("task", "n", comparison.control, comparison.arm, "difference", "only one right", "p", "density", "")
 
 
@@ -118,46 +118,48 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _speed_cells(row: Row) -> tuple[str, ...]:
     return (
-        _count(row.prompt_tokens),
+        count(row.prompt_tokens),
         row.arm,
         str(row.n),
-        _ms(row.ttft),
-        _ms(row.queue),
-        _ms(row.read),
-        _ms(row.rest),
-        _ms(row.last),
-        _ms(row.longest_step),
-        _count(row.tokens_per_s),
-        _count(row.cached_tokens),
+        ms(row.ttft),
+        ms(row.queue),
+        ms(row.read),
+        ms(row.rest),
+        ms(row.last),
+        ms(row.longest_step),
+        count(row.tokens_per_s),
+        count(row.cached_tokens),
         ", ".join(row.paths),
-        _share(row.density),
-        _NOTHING if row.memory is None else f"{row.memory / 2**30:.1f} GiB",
-        _NOTHING if row.ratio is None else _interval(row.ratio),
-        _share(row.faster),
+        share(row.density),
+        gib(row.memory),
+        NOTHING if row.ratio is None else interval(row.ratio),
+        share(row.faster),
     )
 
 
-def _bucket_cells(bucket: Bucket) -> tuple[str, ...]:
+def bucket_cells(bucket: Bucket) -> tuple[str, ...]:
+    """A row under `bucket_heads`."""
     discordant = f"{bucket.mcnemar.only_control} / {bucket.mcnemar.only_treated}"
     return (
         bucket.name,
         str(bucket.difference.n),
-        f"{100 * bucket.control:.0f}",
-        f"{100 * bucket.treated:.0f}",
-        _difference(bucket.difference),
+        points(bucket.control, ".0f"),
+        points(bucket.treated, ".0f"),
+        difference(bucket.difference),
         discordant,
-        f"{bucket.p:.3f}" if bucket.informative else _NOTHING,
-        _share(bucket.density),
+        number(bucket.p if bucket.informative else None, ".3f"),
+        share(bucket.density),
         "" if bucket.informative else "not informative",
     )
 
 
-def _score_cells(score: Score) -> tuple[str, ...]:
+def score_cells(score: Score) -> tuple[str, ...]:
+    """A row under `SCORE_HEADS`."""
     measures = (score.score, score.exact, score.f1, score.rouge_l, score.supported)
     return (
         score.bucket,
         str(score.n),
-        *(_NOTHING if value is None else f"{100 * value:.0f}" for value in measures),
+        *(points(value, ".0f") for value in measures),
         "" if score.informative else "not informative",
     )
 
@@ -176,28 +178,8 @@ def _verdict(comparison: Comparison) -> str:
     if verdict is None:
         return f"{comparison.arm}: no verdict, nothing is informative; {agreement}"
     needed = "" if verdict.n_needed is None else f"; about {verdict.n_needed:,} pairs would do"
-    found = _difference(verdict.difference)
+    found = difference(verdict.difference)
     return (
         f"{comparison.arm}: {verdict.outcome}{needed} (difference {found} points over {verdict.difference.n} pairs, "
-        f"one-sided bound {100 * verdict.lower_bound:.1f}); {agreement}"
+        f"one-sided bound {points(verdict.lower_bound, '.1f')}); {agreement}"
     )
-
-
-def _difference(difference: Difference) -> str:
-    return f"{100 * difference.estimate:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
-
-
-def _interval(ratio: Interval) -> str:
-    return f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-
-
-def _share(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:.0%}"
-
-
-def _count(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:,.0f}"
-
-
-def _ms(seconds: float | None) -> str:
-    return _NOTHING if seconds is None else f"{1000 * seconds:,.0f}"
