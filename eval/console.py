@@ -54,17 +54,19 @@ def told() -> Iterator[None]:
 def progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
     """A bar on a terminal, a line for each tenth elsewhere."""
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    done, begun = 0, time.monotonic()
+    done, first = 0, 0.0
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(unit, total=total)
 
         def step() -> None:
-            nonlocal done
+            nonlocal done, first
             done += 1
+            first = first or time.monotonic()
             bar.update(task, completed=done)
             if not _err.is_terminal and done * 10 // total > (done - 1) * 10 // total:
-                left = (time.monotonic() - begun) * (total - done) / done
-                say(f"{done} of {total} {unit}" + (f", about {left:.0f} s left" if done < total else ""))
+                # The first step holds what is done only once, such as starting an engine.
+                left = (time.monotonic() - first) * (total - done) / max(1, done - 1)
+                say(f"{done} of {total} {unit}" + (f", about {left:.0f} s left" if 1 < done < total else ""))
 
         yield step
 

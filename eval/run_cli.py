@@ -64,7 +64,7 @@ def run(
                 say(line)
         asked = {"suite": suite, "arms": arms, "model": model, "repeats": repeats, "seed": seed}
         about = {**identity(seed=seed, config=config), "asked": asked, "suite": _plain(plan)}
-        folder = Folder(resume or out or _RUNS / f"{plan.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+        folder = Folder(resume or out or _RUNS / f"{Path(plan.name).stem}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
         if resume is not None:
             folder.require_same(about)
         elif folder.findings.exists():
@@ -86,9 +86,9 @@ def run(
     if as_json:
         print(folder.findings.read_text("utf-8"))
     else:
-        _out.print(verdict(findings), markup=False, highlight=False)
+        _out.print(verdict(findings), markup=False, highlight=False, soft_wrap=True)
         for gate in findings.gates:
-            _out.print(f"{gate.outcome:>7}  {gate.name}: {gate.told}", markup=False, highlight=False)
+            _out.print(f"{gate.outcome:>7}  {gate.name}: {gate.told}", markup=False, highlight=False, soft_wrap=True)
     say(f"the report is {folder.path / 'report.html'}")
     if not findings.passed:
         raise typer.Exit(1)
@@ -110,12 +110,14 @@ def compare(
         print(json.dumps(plain(asdict(found)), indent=2))
         return
     for setting in found.settings:
-        _out.print(f"{setting.name}: {setting.before!r} -> {setting.after!r}", markup=False, highlight=False)
+        _out.print(
+            f"{setting.name}: {setting.before!r} -> {setting.after!r}", markup=False, highlight=False, soft_wrap=True
+        )
     if not found.settings:
-        _out.print("all settings are the same", markup=False, highlight=False)
+        _out.print("all settings are the same", markup=False, highlight=False, soft_wrap=True)
     if found.warning:
         say(found.warning)
-    _out.print(changes_table(found.changes), markup=False, highlight=False)
+    _out.print(changes_table(found.changes), markup=False, highlight=False, soft_wrap=True)
 
 
 def list_() -> None:
@@ -125,7 +127,7 @@ def list_() -> None:
 
     with told():
         for name, about in plans():
-            _out.print(f"suite     {name:<12}{about}", markup=False, highlight=False)
+            _out.print(f"suite     {name:<12}{about}", markup=False, highlight=False, soft_wrap=True)
         for file in sorted(_RUNS.glob("*/config.json")):
             try:
                 findings = _findings(file.parent)
@@ -133,9 +135,9 @@ def list_() -> None:
                 state = "not finished"
             else:
                 state = "passed" if findings.passed else "not passed"
-            _out.print(f"run       {file.parent}  {state}", markup=False, highlight=False)
+            _out.print(f"run       {file.parent}  {state}", markup=False, highlight=False, soft_wrap=True)
         for file in sorted(_BASELINES.glob("*.json")):
-            _out.print(f"baseline  {file.stem}", markup=False, highlight=False)
+            _out.print(f"baseline  {file.stem}", markup=False, highlight=False, soft_wrap=True)
 
 
 baseline = typer.Typer(no_args_is_help=True, help="Runs to hold later ones against.")
