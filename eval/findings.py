@@ -17,7 +17,8 @@ class Case:
     """One everyday case through one arm. Times in seconds, medians over the requests that were answered.
 
     `n` requests were sent and `passed` of them came out as the case demands; `faults` says how the others did not, each
-    reason once. `itl` is the time between two tokens of an answer.
+    reason once. `itl` is the time between two tokens of an answer. `recalled` is the share of the planted facts that
+    the answers hold, where some are planted; it fails no case, for a small model forgets.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Case:
     itl: float | None
     total: float | None
     faults: tuple[str, ...] = ()
+    recalled: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,11 @@ async def probe(arms: Sequence[Arm], open_server: OpenServer) -> None:
 
 
 def messages_of(sources: Sequence[Source], question: Question, keep: float = 1.0) -> list[Message]:
-    """The service's own prompt for a question, with the answer's beginning; of each document the first share only."""
+    """The service's own prompt for a question, with the answer's beginning if there is one; of each document the first
+    share only."""
     given = [_shortened(source, keep) for source in sources] if keep < 1 else sources
-    return [*build_messages(given, question.text), Message("assistant", question.lead)]
+    begun = [Message("assistant", question.lead)] if question.lead else []
+    return [*build_messages(given, question.text), *begun]
 
 
 class EngineServer:
@@ -89,6 +91,11 @@ class EngineServer:
         """Tokens of prompt and answer together."""
         return self._engine.limits.window
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block of the cache; fewer are not found in it."""
+        return self._engine.limits.block
+
     def require(self, arm: Arm) -> None:
         if arm.accelerated and not self._engine.capabilities.sparse:
             raise BadUsage(
@@ -98,7 +105,11 @@ class EngineServer:
 
     def count_prompt(self, sources: Sequence[Source], question: Question) -> int:
         """Tokens of a question's whole prompt."""
-        return len(self._engine.render_chat(messages_of(sources, question)))
+        return self.count(messages_of(sources, question))
+
+    def count(self, messages: Sequence[Message]) -> int:
+        """Tokens of a chat as the model is given it."""
+        return len(self._engine.render_chat(messages))
 
     async def serve(
         self, messages: Sequence[Message], arm: Arm, *, salt: str, max_tokens: int, logprobs: int | None = None
@@ -136,6 +147,8 @@ class EngineServer:
             if delta.prefill is not None:
                 served = replace(
                     served,
+                    # The engine's own count: a prompt that it cut would show.
+                    prompt_tokens=delta.prefill.prompt_tokens,
                     cached_tokens=delta.prefill.cached_tokens,
                     path=delta.prefill.path,
                     density=delta.prefill.density,

@@ -17,7 +17,7 @@ class Served:
 
     `ttft` runs from sending to the first non-empty text (to the first token when there is no text); `queue` and `read`
     are the engine's own share of it, `rest` is what is left. `first` holds the logarithms of the first token's
-    probabilities. `error` is set when it failed.
+    probabilities. `error` is set when it failed. `gaps` are the times between two pieces of text.
     """
 
     prompt_tokens: int | None = None
@@ -35,6 +35,7 @@ class Served:
     finish_reason: str | None = None
     first: Mapping[int, float] | None = None
     error: str | None = None
+    gaps: tuple[float, ...] | None = None
 
     @property
     def rest(self) -> float | None:
@@ -72,8 +73,8 @@ class Server(Protocol):
 
 
 def without_question(messages: Sequence[Message]) -> list[Message]:
-    """A prompt up to where the question begins."""
-    *before, last = (message for message in messages if message.role != "assistant")
+    """A prompt up to where its last question begins; the answers to earlier ones stay."""
+    *before, last = messages[:-1] if messages[-1].role == "assistant" else messages
     documents, mark, _ = last.content.rpartition(QUESTION)
     return [*before, replace(last, content=documents + mark)]
 

@@ -20,7 +20,9 @@ class ReadingEngine(ScriptedEngine):
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         documents, _, lead = self.decode(request.prompt).rpartition("[assistant]\n")
         found = documents.find(lead.strip())
-        self.enqueue(documents[found + len(lead) :][:40] if found >= 0 else "it is not there")
+        # A prompt that is refused takes no answer, and would leave it to the next one.
+        if len(request.prompt) + request.sampling.max_tokens <= self.script.window:
+            self.enqueue(documents[found + len(lead) :][:40] if found >= 0 else "it is not there")
         deltas = super().generate(request)
         async with contextlib.aclosing(deltas):  # type: ignore[type-var]
             async for delta in deltas:
