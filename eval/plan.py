@@ -28,10 +28,15 @@ class SpeedStage:
 
 @checked(config=_STRICT)
 class CasesStage:
-    """Everyday cases, `repeats` times each, with prompts of at most `longest` tokens (None: the window)."""
+    """Everyday cases, `repeats` times each, with prompts of at most `longest` tokens (None: the window).
+
+    `at_once` long prompts are sent together, and a conversation has so many `turns`.
+    """
 
     repeats: int = 3
     longest: int | None = None
+    at_once: int = 4
+    turns: int = 20
 
 
 @checked(config=_STRICT)
@@ -75,12 +80,16 @@ class Plan:
     privacy: PrivacyStage | None
 
     @property
+    def whole_arms(self) -> tuple[Arm, ...]:
+        """The arms that read whole prompts; what the others do is of use in answers only."""
+        return tuple(arm for arm in self.arms if arm.keep == 1)
+
+    @property
     def speed_arms(self) -> tuple[Arm, ...]:
-        """The arms, and those beside them: the A/A control, and a warm one, whose answers are those of the others."""
+        """The whole arms, and those beside them: the A/A control, and a warm one, whose answers are the others'."""
         beside = parse_arms(",".join(self.speed.beside)) if self.speed and self.speed.beside else ()
         names = {arm.name for arm in self.arms}
-        timed = [arm for arm in self.arms if arm.keep == 1]
-        return (*timed, *(arm for arm in beside if arm.name not in names))
+        return (*self.whole_arms, *(arm for arm in beside if arm.name not in names))
 
 
 _STAGES: Mapping[str, type] = {

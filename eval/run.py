@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from eval.arms import Variant
+from eval.cases import requests_of, run_cases
 from eval.errors import BadUsage, EvalError, NotWritten
-from eval.findings import Findings
+from eval.findings import Case, Findings
 from eval.gates import judge
-from eval.plan import Plan, SpeedStage
+from eval.plan import CasesStage, Plan, SpeedStage
 from eval.quality import Answer, Report, Suite, run_quality
 from eval.results import Results, continued, read_results
 from eval.serve import OpenServer
@@ -185,6 +186,7 @@ async def measure(
     notes: list[str] = []
     servers = Servers(open_server)
     speed, quality = None, None
+    cases: tuple[Case, ...] = ()
     with continued(folder.results) as results:
         before = _Before.read(folder.results)
         run = _Run(plan, seed, servers, results, before, say, progress, notes)
@@ -193,6 +195,8 @@ async def measure(
                 speed = await run.stage("speed", Speed, partial(_speed, run, plan.speed))
             if plan.quality is not None:
                 quality = await run.stage("quality", Report, partial(_quality, run, plan.quality))
+            if plan.cases is not None:
+                cases = await run.stage("cases", tuple[Case, ...], partial(_cases, run, plan.cases)) or ()
         finally:
             await servers.close()
     after = _Before.read(folder.results)
@@ -203,6 +207,7 @@ async def measure(
         margin=plan.quality.margin if plan.quality else 0.0,
         speed=speed,
         quality=quality and replace(quality, answers=after.answers),
+        cases=cases,
         kv_tokens=after.kv_tokens,
         notes=tuple(notes),
         baseline=baseline and baseline[0],
@@ -304,6 +309,23 @@ async def _quality(run: _Run, suite: Suite) -> Report:
         )
 
 
+async def _cases(run: _Run, stage: CasesStage) -> tuple[Case, ...]:
+    arms = run.plan.whole_arms
+    total = requests_of(len(arms), repeats=stage.repeats, at_once=stage.at_once, turns=stage.turns)
+    with run.progress(total, "requests of cases") as step:
+        return await run_cases(
+            arms,
+            run.servers,
+            seed=run.seed,
+            results=run.results,
+            step=step,
+            repeats=stage.repeats,
+            longest=stage.longest,
+            at_once=stage.at_once,
+            turns=stage.turns,
+        )
+
+
 def _plain(found: Any) -> Any:
     """Findings as JSON can hold them, without the single answers, which the results have."""
 
@@ -315,4 +337,4 @@ def _plain(found: Any) -> Any:
         # As text it can be read back.
         return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
-    return plain(asdict(found))
+    return plain([asdict(one) for one in found] if isinstance(found, tuple) else asdict(found))
