@@ -81,6 +81,8 @@ def read_answer(record: Mapping[str, Any]) -> Answer:
     if served.first is not None:
         # JSON has no keys but text.
         served = replace(served, first={int(token): logprob for token, logprob in served.first.items()})
+    if served.gaps is not None:
+        served = replace(served, gaps=tuple(served.gaps))
     return Answer(**{**given, "gold": tuple(given["gold"]), "served": served})
 
 

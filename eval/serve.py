@@ -14,7 +14,7 @@ from app.scope import shared_tokens
 from eval.arms import Arm, Variant
 from eval.errors import BadUsage
 from eval.remote import RemoteServer
-from eval.served import Served, Server, checked, without_question
+from eval.served import Served, Server, checked, gaps_between, without_question
 from eval.tasks.task import Question
 from serving.config import EngineConfig
 from serving.engine import Engine, Message, Request, Sampling
@@ -139,6 +139,7 @@ class EngineServer:
 
     async def _time(self, request: Request) -> Served:
         text = ""
+        arrivals: list[float] = []
         first_token = None
         served = Served(prompt_tokens=len(request.prompt))
         started = time.perf_counter()
@@ -159,8 +160,8 @@ class EngineServer:
                     first=delta.logprobs[0] if delta.logprobs else None,
                 )
             first_token = first_token or now - started
-            if delta.text and served.ttft is None:
-                served = replace(served, ttft=now - started)
+            if delta.text:
+                arrivals.append(now - started)
             text += delta.text
             served = replace(
                 served,
@@ -170,7 +171,7 @@ class EngineServer:
                 total=now - started,
             )
         # An answer may hold no text at all, such as the single token that ends it; it was read all the same.
-        return replace(served, ttft=served.ttft or first_token)
+        return replace(served, ttft=arrivals[0] if arrivals else first_token, gaps=gaps_between(arrivals))
 
 
 @contextlib.asynccontextmanager

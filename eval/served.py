@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 from app.prompt import QUESTION
@@ -16,8 +17,8 @@ class Served:
     """What came of one request. Times in seconds; what is not known is None.
 
     `ttft` runs from sending to the first non-empty text (to the first token when there is no text); `queue` and `read`
-    are the engine's own share of it, `rest` is what is left. `first` holds the logarithms of the first token's
-    probabilities. `error` is set when it failed. `gaps` are the times between two pieces of text.
+    are the engine's own share of it, `rest` is what is left. `gaps` lie between the arrivals of consecutive pieces of
+    text. `first` holds the logarithms of the first token's probabilities. `error` is set when it failed.
     """
 
     prompt_tokens: int | None = None
@@ -30,6 +31,7 @@ class Served:
     read: float | None = None
     longest_step: float | None = None
     total: float | None = None
+    gaps: tuple[float, ...] | None = None
     text: str = ""
     tokens: int = 0
     finish_reason: str | None = None
@@ -70,6 +72,11 @@ class Server(Protocol):
             salt: the cache namespace; prompts of one salt may share what they have in common.
         """
         ...
+
+
+def gaps_between(arrivals: Sequence[float]) -> tuple[float, ...]:
+    """Seconds from each arrival to the next."""
+    return tuple(later - earlier for earlier, later in pairwise(arrivals))
 
 
 def without_question(messages: Sequence[Message]) -> list[Message]:

@@ -80,6 +80,9 @@ async def test_an_answer_is_timed_and_counted() -> None:
     assert (served.prompt_tokens, served.cached_tokens, served.path) == (30, 0, "exact")
     assert served.ttft is not None
     assert served.ttft > 0
+    # The first event has no text, so it is no piece.
+    assert served.gaps is not None
+    assert len(served.gaps) == 1
     assert (served.queue, served.longest_step, served.first, served.error) == (None, None, None, None)
     assert bodies[0]["messages"][-1] == {"role": "assistant", "content": "Locker"}
     assert (bodies[0]["continue_final_message"], bodies[0]["cache_salt"]) == (True, "s")
