@@ -16,7 +16,7 @@ from eval.findings import Asked, Rate
 from eval.results import Results
 from retrieval.catalogue import Document
 
-_WAYS: tuple[Mode, ...] = ("auto", "retrieve")
+WAYS: tuple[Mode, ...] = ("auto", "retrieve")
 _MAX_TOKENS = 24
 # Recall is counted among so many of the best passages.
 _BEST = 5
@@ -49,9 +49,9 @@ async def measure_asked(
         raise NotMeasured("no page holds the gold strings of its fact as it is stored, without personal data")
     ranks = [await asyncio.to_thread(rank, fact, document, services) for fact in stored]
     await start_engine(services)
-    answered: dict[Mode, list[Answered]] = {way: [] for way in _WAYS}
+    answered: dict[Mode, list[Answered]] = {way: [] for way in WAYS}
     for fact in stored:
-        for way in _WAYS:
+        for way in WAYS:
             one = await ask(fact, document, services, mode=way, max_tokens=_MAX_TOKENS)
             answered[way].append(one)
             results.add("asked", {"way": way, "question": fact.question, "page": fact.page, **asdict(one)})

@@ -7,29 +7,38 @@ on with the first request that has no line.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from eval.arms import Variant
+from app.services import Services
+from eval.arms import Variant, by_engine
+from eval.asked import WAYS, measure_asked
 from eval.cases import requests_of, run_cases
 from eval.errors import BadUsage, EvalError, NotWritten
-from eval.findings import Case, Findings
+from eval.findings import Asked, Case, Findings, Level, Privacy
 from eval.gates import judge
-from eval.plan import CasesStage, Plan, SpeedStage
+from eval.load import Load, measure_levels
+from eval.plan import AskStage, CasesStage, LoadStage, Plan, PrivacyStage, SpeedStage
+from eval.privacy import Find, measure_privacy
 from eval.quality import Answer, Report, Suite, run_quality
 from eval.results import Results, continued, read_results
 from eval.serve import OpenServer
 from eval.served import Server
-from eval.speed import Speed, Timed, run_speed
+from eval.speed import Speed, Timed, run_speed, unique_prompts
+from eval.tasks.handbook import handbook
+from serving.engine import Message
 from serving.errors import ServingError
 
 Found = TypeVar("Found")
@@ -134,6 +143,16 @@ def read_timed(file: Path) -> tuple[Timed, ...]:
     return _Before.read(file).timed if file.exists() else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run measures: `server` serves a variant, `service` runs a whole one in an empty folder, `find` tells the
+    personal data in a text."""
+
+    server: OpenServer
+    service: Callable[[Path], AbstractAsyncContextManager[Services]]
+    find: Find
+
+
 class Servers:
     """Opens servers. The engine of this machine stays open for the next stage, until another one is needed."""
 
@@ -163,7 +182,7 @@ async def measure(
     plan: Plan,
     folder: Folder,
     about: Mapping[str, Any],
-    open_server: OpenServer,
+    parts: Parts,
     *,
     seed: int,
     say: Callable[[str], None],
@@ -184,12 +203,15 @@ async def measure(
         StartError: the engine of the first stage does not start.
     """
     notes: list[str] = []
-    servers = Servers(open_server)
+    servers = Servers(parts.server)
     speed, quality = None, None
     cases: tuple[Case, ...] = ()
+    levels: tuple[Level, ...] = ()
+    asked: tuple[Asked, ...] = ()
+    privacy = None
     with continued(folder.results) as results:
         before = _Before.read(folder.results)
-        run = _Run(plan, seed, servers, results, before, say, progress, notes)
+        run = _Run(plan, seed, parts, servers, results, before, say, progress, notes)
         try:
             if plan.speed is not None:
                 speed = await run.stage("speed", Speed, partial(_speed, run, plan.speed))
@@ -197,6 +219,12 @@ async def measure(
                 quality = await run.stage("quality", Report, partial(_quality, run, plan.quality))
             if plan.cases is not None:
                 cases = await run.stage("cases", tuple[Case, ...], partial(_cases, run, plan.cases)) or ()
+            if plan.load is not None:
+                levels = await run.stage("load", tuple[Level, ...], partial(_load, run, plan.load)) or ()
+            if plan.ask is not None:
+                asked = await run.stage("ask", tuple[Asked, ...], partial(_ask, run, plan.ask)) or ()
+            if plan.privacy is not None:
+                privacy = await run.stage("privacy", Privacy, partial(_privacy, run, plan.privacy))
         finally:
             await servers.close()
     after = _Before.read(folder.results)
@@ -208,6 +236,9 @@ async def measure(
         speed=speed,
         quality=quality and replace(quality, answers=after.answers),
         cases=cases,
+        levels=levels,
+        asked=asked,
+        privacy=privacy,
         kv_tokens=after.kv_tokens,
         notes=tuple(notes),
         baseline=baseline and baseline[0],
@@ -233,7 +264,7 @@ class _Before:
         try:
             for record in read_results(file):
                 kind = record.pop("kind", None)
-                if kind == "request":
+                if kind == "request" and "length" in record:
                     one = _TIMED.validate_python(record)
                     timed[one.arm, one.length, one.round, one.number] = one
                 elif kind == "answer":
@@ -254,6 +285,7 @@ class _Run:
 
     plan: Plan
     seed: int
+    parts: Parts
     servers: Servers
     results: Results
     before: _Before
@@ -324,6 +356,41 @@ async def _cases(run: _Run, stage: CasesStage) -> tuple[Case, ...]:
             at_once=stage.at_once,
             turns=stage.turns,
         )
+
+
+async def _load(run: _Run, stage: LoadStage) -> tuple[Level, ...]:
+    """The same prompts through each arm, one arm after another."""
+    arms = run.plan.whole_arms
+    load = Load(stage.at_once, stage.requests, stage.max_tokens, stage.timeout_s)
+    prompts: list[list[Message]] = []
+    levels: list[Level] = []
+    with run.progress(len(arms) * load.requests, "requests of load") as step:
+        for variant, group in by_engine(arms):
+            async with run.servers(variant) as server:
+                prompts = prompts or unique_prompts(server, load.prompts, stage.prompt_tokens, run.seed)
+                for arm in group:
+                    levels += await measure_levels(
+                        server, arm, prompts, load, results=run.results, done=lambda _: step()
+                    )
+    return tuple(levels)
+
+
+async def _ask(run: _Run, stage: AskStage) -> tuple[Asked, ...]:
+    """A handbook through the service, whose engine is its own."""
+    await run.servers.close()
+    made = handbook(Random(f"{run.seed}/handbook"), "en", pages=stage.pages, facts=stage.questions)
+    data = "\f".join(made.pages).encode()
+    with (
+        run.progress(stage.questions * len(WAYS), "questions about a handbook") as step,
+        TemporaryDirectory() as folder,
+    ):
+        async with run.parts.service(Path(folder)) as services:
+            run.say("starting the engine, about a minute")
+            return await measure_asked(services, "handbook.txt", data, made.facts, results=run.results, step=step)
+
+
+async def _privacy(run: _Run, stage: PrivacyStage) -> Privacy:
+    return await asyncio.to_thread(measure_privacy, run.parts.find, stage.values, run.seed)
 
 
 def _plain(found: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from eval.console import engine_config, progress, say, told
+from eval.console import engine_config, progress, say, settings_of_service, told
 
 if TYPE_CHECKING:
     from eval.findings import Findings
@@ -40,13 +40,15 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Speed and answers of arms, with a verdict and a report. Exit code 0 passed, 1 a gate failed, 2 bad usage."""
+    from eval.asking import service
     from eval.errors import BadUsage, NotWritten
     from eval.identity import identity
     from eval.plan import load_plan
     from eval.report import write_report
     from eval.report.verdict import verdict
-    from eval.run import Folder, measure
+    from eval.run import Folder, Parts, measure
     from eval.serve import opened
+    from ingest.redact import found_in, presidio
 
     with told():
         baseline = (against, _findings(Path(against))) if against else None
@@ -72,8 +74,14 @@ def run(
         else:
             folder.begin(about)
         say(f"the run is in {folder.path}; broken off, it goes on with: foreword eval run --resume {folder.path}")
-        server = partial(opened, config=config, say=say)
-        measuring = measure(plan, folder, about, server, seed=seed, say=say, progress=progress, baseline=baseline)
+        settings = settings_of_service()
+        settings = settings.model_copy(update={"model": model}) if model else settings
+        parts = Parts(
+            server=partial(opened, config=config, say=say),
+            service=partial(service, settings),
+            find=lambda text: found_in(text, presidio(settings.ner_model)),
+        )
+        measuring = measure(plan, folder, about, parts, seed=seed, say=say, progress=progress, baseline=baseline)
         findings = asyncio.run(measuring)
         finished = datetime.now(UTC).isoformat(timespec="seconds")
         findings = replace(findings, about={**findings.about, "finished": finished})

@@ -37,7 +37,6 @@ class Served:
     finish_reason: str | None = None
     first: Mapping[int, float] | None = None
     error: str | None = None
-    gaps: tuple[float, ...] | None = None
 
     @property
     def rest(self) -> float | None:

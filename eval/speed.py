@@ -151,6 +151,18 @@ async def run_speed(
     return Speed(tuple(rows), tuple(limits), _unwanted_hits(arms, timed))
 
 
+def unique_prompts(server: Server, number: int, length: int, seed: int) -> list[list[Message]]:
+    """Prompts of so many tokens, each of its own documents with a question.
+
+    Raises:
+        BadUsage: the server is no engine of this process, which counts the tokens, or such prompts do not fit it.
+    """
+    made: dict[int, list[Context]] = {}
+    if told := _prompts(made, length, number - 1, seed, server):
+        raise BadUsage(f"prompts of {length:,} tokens cannot be made: {told}")
+    return [messages_of(context.sources, context.questions[0]) for context in made[length]]
+
+
 def _prompts(prompts: dict[int, list[Context]], length: int, timed: int, seed: int, server: Server) -> str | None:
     """Make the prompts of a length, one more than is timed; says why when the model cannot read them."""
     if not isinstance(server, EngineServer):

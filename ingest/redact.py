@@ -88,9 +88,13 @@ class Redactor:
 
     def redact(self, text: str) -> Redacted:
         """The text with every entity replaced by its placeholder."""
-        found = (span.moved(start) for start, end in pieces(text) for span in self._analyzer.find(text[start:end]))
-        (redacted,), entities = replace_spans([text], found, self._key)
+        (redacted,), entities = replace_spans([text], found_in(text, self._analyzer), self._key)
         return Redacted(redacted, entities)
+
+
+def found_in(text: str, analyzer: Analyzer) -> list[Span]:
+    """All personal data in a text of any length; spans may overlap."""
+    return [span.moved(start) for start, end in pieces(text) for span in analyzer.find(text[start:end])]
 
 
 def join_pages(texts: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from eval.errors import BadUsage, NotWritten
 from eval.findings import Findings
 from eval.plan import Plan, SpeedStage, load_plan
-from eval.run import Folder, measure, read_findings, read_timed
+from eval.run import Folder, Parts, measure, read_findings, read_timed
 from eval.serve import OpenServer
 from serving.errors import StartError
 from serving.scripted_engine import Script
@@ -55,8 +55,8 @@ async def run(
     folder: Folder, plan: Plan, open_server: OpenServer | None = None, stop_after: int | None = None, **more: Any
 ) -> tuple[Findings, int]:
     steps, progress = counting(stop_after)
-    server = open_server or opener(SCRIPT)
-    findings = await measure(plan, folder, ABOUT, server, seed=3, say=lambda _: None, progress=progress, **more)
+    parts = Parts(open_server or opener(SCRIPT), service=lambda _: pytest.fail("no stage needs one"), find=lambda _: [])
+    findings = await measure(plan, folder, ABOUT, parts, seed=3, say=lambda _: None, progress=progress, **more)
     return findings, len(steps)
 
 
