@@ -18,7 +18,9 @@ from statistics import fmean
 from typing import Any, get_args
 
 from eval.arms import Arm, by_engine
+from eval.datasets import Dataset, within
 from eval.errors import BadUsage, NotMeasured
+from eval.faithfulness import abstains
 from eval.measures import agreement, contains, exact, f1, first_token, rouge_l, supported_share
 from eval.results import Results
 from eval.serve import EngineServer, OpenServer, messages_of, probe
@@ -35,6 +37,9 @@ _LOGPROBS = 20
 # The word lists hold no more that can be told apart.
 _MOST_QUESTIONS = 6
 _PACKAGED_LANGUAGES = ("en",)
+# As LongBench v2 reads answers (Bai et al., 2024, arXiv:2412.15204), or the letter alone.
+_CHOSEN = re.compile(r"correct answer is:?\s*\**\(?([A-D])\b")
+_LETTER_ALONE = re.compile(r"^\W*([A-D])(?:\W*$|[).:])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +257,12 @@ async def run_quality(
     step: Callable[[], None],
     at_once: int = 1,
     known: Sequence[Answer] = (),
+    own: Dataset | None = None,
 ) -> Report:
     """Ask every question of the suite through every arm.
 
     Args:
+        own: what is asked in the place of the suite's tasks; the suite then says what decides.
         at_once: contexts of an arm that are in work together; their times then mean nothing.
         known: answers of a run that was broken off; contexts that an arm has answered wholly are not asked again.
         open_server: what serves a variant, such as `serve.opened` with its settings.
@@ -267,10 +274,11 @@ async def run_quality(
         StartError: an engine does not start.
     """
     contexts: list[Context] = []
+    answers: list[Answer] = []
     asked = Counter((answer.arm, answer.context) for answer in known if not answer.served.error)
-    whole = {one for one, count in asked.items() if count >= suite.questions}
-    answers = [answer for answer in known if (answer.arm, answer.context) in whole]
+    whole: set[tuple[str, str]] = set()
     skipped: list[str] = []
+    left_out: tuple[str, ...] = ()
     await probe(arms, open_server)
     for variant, group in by_engine(arms):
         try:
@@ -278,7 +286,11 @@ async def run_quality(
                 for arm in group:
                     server.require(arm)
                 results.add("engine", {"variant": str(variant), **server.about})
-                contexts = contexts or list(_build(suite, seed, server))
+                if not contexts:
+                    contexts, left_out = _contexts(suite, own, seed, server)
+                    every = [(arm.name, context) for arm in arms for context in contexts]
+                    whole = {(name, one.id) for name, one in every if asked[name, one.id] >= len(one.questions)}
+                    answers += [answer for answer in known if (answer.arm, answer.context) in whole]
                 for number, start in enumerate(range(0, len(contexts), at_once)):
                     together = contexts[start : start + at_once]
                     # Whatever drifts over time meets both first and last arms alike.
@@ -295,12 +307,27 @@ async def run_quality(
             skipped += [f"{arm.name}: not measured, {error}" for arm in group]
     answered = {answer.arm for answer in answers}
     report = report_of([arm for arm in arms if arm.name in answered], answers, suite, seed)
-    return replace(report, failures=(*skipped, *report.failures))
+    return replace(report, failures=(*skipped, *report.failures), skipped=left_out)
+
+
+def _counting(server: Server) -> EngineServer:
+    if not isinstance(server, EngineServer):
+        raise BadUsage("the first arm is the control and counts the tokens; let it be one of this machine")
+    return server
+
+
+def _contexts(suite: Suite, own: Dataset | None, seed: int, server: Server) -> tuple[list[Context], tuple[str, ...]]:
+    """What is asked, and a line for what does not fit."""
+    if own is None:
+        return list(_build(suite, seed, server)), ()
+    counting = _counting(server)
+    fitting = within(own, counting.window, counting.count_prompt)
+    told = f"{fitting.skipped} of the contexts of {own.name!r} are longer than the window"
+    return list(fitting.contexts), (told,) if fitting.skipped else ()
 
 
 def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
-    if not isinstance(server, EngineServer):
-        raise BadUsage("the first arm is the control and counts the tokens; let it be one of this machine")
+    counting = _counting(server)
     for task, language, length, number in suite.contexts:
         try:
             yield build_context(
@@ -311,7 +338,7 @@ def _build(suite: Suite, seed: int, server: Server) -> Iterator[Context]:
                 number=number,
                 seed=seed,
                 questions=suite.questions,
-                count_prompt=server.count_prompt,
+                count_prompt=counting.count_prompt,
             )
         except ValueError as error:
             raise BadUsage(str(error)) from error
@@ -335,7 +362,7 @@ async def _ask(context: Context, arm: Arm, server: Server) -> list[Answer]:
 def _scored(context: Context, question: Question, number: int, arm: Arm, served: Served) -> Answer:
     said = _first_sentence(served.text) if question.at_once else served.text
     text = "\n".join(excerpt.text for source in context.sources for excerpt in source.excerpts)
-    gold = " ".join(question.gold)
+    golds = [" ".join(gold) for gold in (question.gold, *question.others)]
     return Answer(
         arm=arm.name,
         context=context.id,
@@ -344,12 +371,22 @@ def _scored(context: Context, question: Question, number: int, arm: Arm, served:
         gold=question.gold,
         lead=question.lead,
         served=served,
-        score=contains(said, question.gold),
-        f1=f1(said, gold),
-        rouge_l=rouge_l(said, gold),
-        exact=exact(said, gold),
+        score=_right(said, question),
+        f1=max(f1(said, gold) for gold in golds),
+        rouge_l=max(rouge_l(said, gold) for gold in golds),
+        exact=max(exact(said, gold) for gold in golds),
         supported=supported_share(served.text, text, question=question.text),
     )
+
+
+def _right(said: str, question: Question) -> float:
+    """How right an answer is, from 0 to 1."""
+    if question.judged == "letter":
+        chosen = _CHOSEN.search(said) or _LETTER_ALONE.match(said)
+        return float(chosen is not None and chosen[1] == question.gold[0])
+    if question.judged == "refusal":
+        return float(abstains(said, question=question.text))
+    return max(contains(said, gold) for gold in (question.gold, *question.others))
 
 
 def _first_sentence(text: str) -> str:

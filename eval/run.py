@@ -26,6 +26,7 @@ from app.services import Services
 from eval.arms import Variant, by_engine
 from eval.asked import WAYS, measure_asked
 from eval.cases import requests_of, run_cases
+from eval.datasets import Dataset
 from eval.errors import BadUsage, EvalError, NotWritten
 from eval.findings import Asked, Case, Findings, Level, Privacy
 from eval.gates import judge
@@ -188,6 +189,7 @@ async def measure(
     say: Callable[[str], None],
     progress: Progress,
     baseline: tuple[str, Findings] | None = None,
+    own: Dataset | None = None,
 ) -> Findings:
     """Run the stages of a plan that are not done yet, and judge what they found.
 
@@ -196,13 +198,19 @@ async def measure(
     Args:
         folder: begun, with what an earlier try has measured.
         baseline: a run to hold this one against, with its name.
+        own: what is asked in the place of the suite's tasks.
 
     Raises:
         BadUsage: an arm cannot be served as it says, before anything was measured.
         NotWritten: a result cannot be written.
         StartError: the engine of the first stage does not start.
     """
+    failed: list[str] = []
     notes: list[str] = []
+    if own is not None:
+        notes.append(
+            f"answers are about {own.name!r}, licence {own.licence or 'not told'}, source {own.source or 'not told'}"
+        )
     servers = Servers(parts.server)
     speed, quality = None, None
     cases: tuple[Case, ...] = ()
@@ -211,12 +219,12 @@ async def measure(
     privacy = None
     with continued(folder.results) as results:
         before = _Before.read(folder.results)
-        run = _Run(plan, seed, parts, servers, results, before, say, progress, notes)
+        run = _Run(plan, seed, parts, servers, results, before, say, progress, failed)
         try:
             if plan.speed is not None:
                 speed = await run.stage("speed", Speed, partial(_speed, run, plan.speed))
             if plan.quality is not None:
-                quality = await run.stage("quality", Report, partial(_quality, run, plan.quality))
+                quality = await run.stage("quality", Report, partial(_quality, run, plan.quality, own))
             if plan.cases is not None:
                 cases = await run.stage("cases", tuple[Case, ...], partial(_cases, run, plan.cases)) or ()
             if plan.load is not None:
@@ -240,7 +248,7 @@ async def measure(
         asked=asked,
         privacy=privacy,
         kv_tokens=after.kv_tokens,
-        notes=tuple(notes),
+        notes=(*notes, *failed),
         baseline=baseline and baseline[0],
     )
     return replace(findings, gates=judge(findings, baseline and baseline[1]))
@@ -291,7 +299,7 @@ class _Run:
     before: _Before
     say: Callable[[str], None]
     progress: Progress
-    notes: list[str]
+    failed: list[str]
 
     async def stage(self, name: str, kind: type[Found], run: Callable[[], Awaitable[Found]]) -> Found | None:
         """What a stage finds, or has found before; None if it fails."""
@@ -304,10 +312,10 @@ class _Run:
             raise
         except (EvalError, ServingError) as error:
             # Whatever was asked for wrongly shows at once.
-            if not (self.notes or self.before.timed or self.before.answers or self.before.stages):
+            if not (self.failed or self.before.timed or self.before.answers or self.before.stages):
                 raise
-            self.notes.append(f"{name}: not measured, {error}")
-            self.say(self.notes[-1])
+            self.failed.append(f"{name}: not measured, {error}")
+            self.say(self.failed[-1])
             return None
         self.results.add("stage", {"name": name, "found": _plain(found)})
         return found
@@ -331,13 +339,20 @@ async def _speed(run: _Run, stage: SpeedStage) -> Speed:
         )
 
 
-async def _quality(run: _Run, suite: Suite) -> Report:
+async def _quality(run: _Run, suite: Suite, own: Dataset | None) -> Report:
     arms = run.plan.arms
-    total = sum(1 for _ in suite.contexts) * len(arms)
+    total = (len(own.contexts) if own else sum(1 for _ in suite.contexts)) * len(arms)
     done = len({(answer.arm, answer.context) for answer in run.before.answers})
     with run.progress(max(1, total - done), "contexts of quality") as step:
         return await run_quality(
-            arms, suite, run.servers, seed=run.seed, results=run.results, step=step, known=run.before.answers
+            arms,
+            suite,
+            run.servers,
+            seed=run.seed,
+            results=run.results,
+            step=step,
+            known=run.before.answers,
+            own=own,
         )
 
 

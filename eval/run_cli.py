@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,8 @@ from rich.console import Console
 from eval.console import engine_config, progress, say, settings_of_service, told
 
 if TYPE_CHECKING:
+    from app.settings import Settings
+    from eval.datasets import Dataset
     from eval.findings import Findings
     from eval.plan import Plan
     from eval.speed import Timed
@@ -33,6 +36,8 @@ def run(
     arms: Annotated[str | None, typer.Option(help="The control first; without it those of the suite.")] = None,
     model: Annotated[str | None, typer.Option(help="Model instead of FOREWORD_MODEL.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Of each length and case, instead of the suite's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Questions of your own in the place of the tasks.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave personal data in them: they show in the results.")] = False,
     seed: Annotated[int, typer.Option(help="Decides every prompt.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the run; it must not hold one yet.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
@@ -55,7 +60,8 @@ def run(
         if resume is not None:
             asked = Folder(resume).about().get("asked", {})
             suite, arms, model = asked.get("suite", suite), asked.get("arms"), asked.get("model")
-            repeats, seed = asked.get("repeats"), asked.get("seed", seed)
+            repeats, seed, raw = asked.get("repeats"), asked.get("seed", seed), asked.get("raw", raw)
+            data = Path(asked["data"]) if asked.get("data") else None
         config = engine_config()
         config = replace(config, model=model) if model else config
         plan = load_plan(suite, arms, repeats)
@@ -64,7 +70,11 @@ def run(
             plan = replace(plan, quality=quality)
             for line in left_out:
                 say(line)
-        asked = {"suite": suite, "arms": arms, "model": model, "repeats": repeats, "seed": seed}
+        settings = settings_of_service()
+        settings = settings.model_copy(update={"model": model}) if model else settings
+        own = _read_own(data, raw, settings) if data else None
+        asked = {"suite": suite, "arms": arms, "model": model, "repeats": repeats, "seed": seed, "raw": raw}
+        asked |= {"data": str(data.resolve()), "sha256": sha256(data.read_bytes()).hexdigest()} if data else {}
         about = {**identity(seed=seed, config=config), "asked": asked, "suite": _plain(plan)}
         folder = Folder(resume or out or _RUNS / f"{Path(plan.name).stem}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
         if resume is not None:
@@ -74,14 +84,14 @@ def run(
         else:
             folder.begin(about)
         say(f"the run is in {folder.path}; broken off, it goes on with: foreword eval run --resume {folder.path}")
-        settings = settings_of_service()
-        settings = settings.model_copy(update={"model": model}) if model else settings
         parts = Parts(
             server=partial(opened, config=config, say=say),
             service=partial(service, settings),
             find=lambda text: found_in(text, presidio(settings.ner_model)),
         )
-        measuring = measure(plan, folder, about, parts, seed=seed, say=say, progress=progress, baseline=baseline)
+        measuring = measure(
+            plan, folder, about, parts, seed=seed, say=say, progress=progress, baseline=baseline, own=own
+        )
         findings = asyncio.run(measuring)
         finished = datetime.now(UTC).isoformat(timespec="seconds")
         findings = replace(findings, about={**findings.about, "finished": finished})
@@ -170,6 +180,21 @@ def save(
         _BASELINES.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / "findings.json", target)
     say(f"{source} is the baseline {name!r}; hold a run against it with: foreword eval run --against {name}")
+
+
+def _read_own(data: Path, raw: bool, settings: Settings) -> Dataset:
+    """The user's questions, without personal data unless they are wanted as they are; says whose they are."""
+    from eval.datasets import read_dataset
+    from ingest.redact import Redactor, load_key, presidio
+
+    def redact(text: str) -> str:
+        return Redactor(presidio(settings.ner_model), load_key(settings.folder / "redaction.key")).redact(text).text
+
+    own = read_dataset(data, redact=None if raw else redact)
+    questions = sum(len(context.questions) for context in own.contexts)
+    say(f"{questions:,} questions about {len(own.contexts):,} contexts of {own.name!r}")
+    say(f"licence: {own.licence or 'not told'}; source: {own.source or 'not told'}")
+    return own
 
 
 def _latest() -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 from app.prompt import Excerpt, Source
 from eval.tasks.carrier import paragraph
@@ -26,7 +26,9 @@ class Question:
     """A question with the strings that a right answer contains, all of them.
 
     `lead` is how the answer begins; the model is given it and continues, so that small models, too, answer in form.
-    `at_once`: the next sentence must hold the gold; what a model rambles on to say after it does not count.
+    `at_once`: the next sentence must hold the gold; what a model rambles on to say after it does not count. `others`
+    are gold strings that will do in the place of `gold`. `judged` by its words, by the letter that it chooses, or right
+    when it refuses to answer.
     """
 
     text: str
@@ -34,6 +36,8 @@ class Question:
     lead: str
     max_tokens: int = 16
     at_once: bool = True
+    others: tuple[tuple[str, ...], ...] = ()
+    judged: Literal["words", "letter", "refusal"] = "words"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ async def test_other_measurements_are_not_pooled(seed: int, about: dict[str, Any
     [
         pytest.param("", "does not hold the answers", id="empty"),
         pytest.param("no\njson\n", "line 1 of .* is not JSON", id="no JSON"),
-        pytest.param("[1]\n", "does not hold the answers", id="no record"),
+        pytest.param("[1]\n", "line 1 of .* is no object", id="no record"),
         pytest.param(json.dumps({"kind": "identity", "seed": 0}), "does not begin with", id="another run"),
     ],
 )
