@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from eval.findings import Level
 from eval.quality import Bucket, Comparison, Report, Score
 from eval.speed import Row, Speed
 from eval.statistics import Difference, Interval
@@ -69,6 +70,36 @@ def volumes_table(measured: Volumes) -> str:
             f"cited, auto - retrieve: {_difference(found.cited)} points",
             f"TTFT, auto over filled: {ratio}",
         ]
+    )
+
+
+def levels_table(levels: Sequence[Level]) -> str:
+    """One line a level; times are in milliseconds, and rates are of the requests that were answered."""
+    heads = (
+        *("at once", "n", "ok", "failed", "TTFT p50", "p90", "p99", "worst", "ITL p50", "p99"),
+        *("req/s", "prompt tok/s", "output tok/s", "goodput", ""),
+    )
+    return _aligned(heads, [_level_cells(level) for level in levels])
+
+
+def _level_cells(level: Level) -> tuple[str, ...]:
+    failed = sum(level.failures.values())
+    return (
+        str(level.at_once),
+        str(level.n),
+        str(level.n - failed),
+        ", ".join(f"{n} {kind}" for kind, n in level.failures.items()) or "0",
+        _ms(level.ttft_p50),
+        _ms(level.ttft_p90),
+        _ms(level.ttft_p99),
+        _ms(level.ttft_worst),
+        _tenths(level.itl_p50),
+        _tenths(level.itl_p99),
+        f"{level.requests_per_s:.2f}",
+        _count(level.prompt_tokens_per_s),
+        _count(level.output_tokens_per_s),
+        _share(level.goodput),
+        "knee" if level.knee else "",
     )
 
 
@@ -186,3 +217,8 @@ def _count(value: float | None) -> str:
 
 def _ms(seconds: float | None) -> str:
     return _NOTHING if seconds is None else f"{1000 * seconds:,.0f}"
+
+
+def _tenths(seconds: float | None) -> str:
+    """Milliseconds that are few."""
+    return _NOTHING if seconds is None else f"{1000 * seconds:,.1f}"
