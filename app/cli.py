@@ -1,6 +1,7 @@
 """`foreword`: the command line. Every command is a client of the HTTP API, so it does what the API does.
 
-Other packages add subcommands through the entry-point group `foreword.commands`; each entry is a `typer.Typer`.
+Other packages add subcommands through the entry-point group `foreword.commands`; each entry is a `typer.Typer`, of one
+command that bears the entry's name, or a group of them.
 Heavy modules are imported inside the commands, so that `--help` answers at once.
 """
 
@@ -413,8 +414,15 @@ def _print_json(data: Any) -> None:
 def main() -> None:
     """Entry point of the console script."""
     for entry in metadata.entry_points(group="foreword.commands"):
-        cli.add_typer(entry.load(), name=entry.name)
+        add_command(cli, entry.name, entry.load())
     cli()
+
+
+def add_command(to: typer.Typer, name: str, added: typer.Typer) -> None:
+    """Add another package's commands: one alone as it is, several, or one with a callback, as a group of this name."""
+    alone = added.registered_callback is None and len(added.registered_commands) == 1
+    # Without a name its command stands among ours; with one it would be `foreword NAME NAME`.
+    to.add_typer(added, name=None if alone else name)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from app.settings import Settings
     from serving.config import EngineConfig
 
+Say = Callable[[str], None]
+
 _err = Console(stderr=True)
 
 
@@ -35,8 +37,13 @@ def settings_of_service() -> Settings:
     return settings
 
 
+def say(text: str, command: str = "foreword eval") -> None:
+    """A line for people, beside what the command prints."""
+    _err.print(f"{command}: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
-def told() -> Iterator[None]:
+def told(say: Say = say) -> Iterator[None]:
     """A foreseeable failure is one sentence; exit code 2 when the command was wrong, else 1."""
     from eval.errors import BadUsage, EvalError
     from ingest.errors import IngestError
@@ -51,7 +58,7 @@ def told() -> Iterator[None]:
 
 
 @contextmanager
-def progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
+def progress(total: int, unit: str, say: Say = say) -> Iterator[Callable[[], None]]:
     """A bar on a terminal, a line for each tenth elsewhere."""
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     done, first = 0, 0.0
@@ -71,7 +78,7 @@ def progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
         yield step
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str, what: str = "lengths", example: str = "1024,4096") -> tuple[int, ...]:
     """Numbers with commas, each once, ascending.
 
     Raises:
@@ -80,11 +87,6 @@ def numbers(text: str) -> tuple[int, ...]:
     from eval.errors import BadUsage
 
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) for part in parts):
-        raise BadUsage(f"the lengths are {text!r}; give tokens with commas, such as 1024,4096")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise BadUsage(f"the {what} are {text!r}; give numbers with commas, such as {example}")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def say(text: str) -> None:
-    """A line for people, beside what the command prints."""
-    _err.print(f"foreword eval: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -33,6 +33,11 @@ def ms(seconds: float | None) -> str:
     return number(None if seconds is None else 1000 * seconds, ",.0f")
 
 
+def tenths(seconds: float | None) -> str:
+    """Seconds in milliseconds that are few."""
+    return number(None if seconds is None else 1000 * seconds, ",.1f")
+
+
 def gib(size: float | None) -> str:
     """Bytes in GiB."""
     return NOTHING if size is None else f"{size / 2**30:.1f} GiB"

@@ -39,6 +39,16 @@ def identity(*, seed: int, config: EngineConfig) -> dict[str, Any]:
     weights = config.engine_args.get("load_format") != "dummy"
     folder = resolve_model(config.model, config.models_dir.expanduser(), weights=weights)
     return {
+        **run_identity(seed=seed),
+        "model": folder.name,
+        "weights": None if folder.on_hub else _weights_digest(Path(folder.source)),
+        "flags": {name: str(flag) if isinstance(flag, Path) else flag for name, flag in asdict(config).items()},
+    }
+
+
+def run_identity(*, seed: int) -> dict[str, Any]:
+    """What is known of a run whatever answers: commit, versions, the machine that measures, command, seed and date."""
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["foreword", *sys.argv[1:]]),
         "seed": seed,
@@ -47,9 +57,6 @@ def identity(*, seed: int, config: EngineConfig) -> dict[str, Any]:
         "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
         "python": platform.python_version(),
         "machine": _machine(),
-        "model": folder.name,
-        "weights": None if folder.on_hub else _weights_digest(Path(folder.source)),
-        "flags": {name: str(flag) if isinstance(flag, Path) else flag for name, flag in asdict(config).items()},
     }
 
 

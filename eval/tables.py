@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eval.compare import Change
-from eval.formats import NOTHING, count, difference, gib, interval, ms, number, points, share
+from eval.findings import Level
+from eval.formats import NOTHING, count, difference, gib, interval, ms, number, points, share, tenths
 from eval.quality import Bucket, Comparison, Report, Score
 from eval.speed import Row, Speed
 
@@ -83,6 +84,36 @@ def volumes_table(measured: Volumes) -> str:
             f"cited, auto - retrieve: {difference(found.cited)} points",
             f"TTFT, auto over filled: {ratio}",
         ]
+    )
+
+
+def levels_table(levels: Sequence[Level]) -> str:
+    """One line a level; times are in milliseconds, and rates are of the requests that were answered."""
+    heads = (
+        *("at once", "n", "ok", "failed", "TTFT p50", "p90", "p99", "worst", "ITL p50", "p99"),
+        *("req/s", "prompt tok/s", "output tok/s", "goodput", ""),
+    )
+    return _aligned(heads, [_level_cells(level) for level in levels])
+
+
+def _level_cells(level: Level) -> tuple[str, ...]:
+    failed = sum(level.failures.values())
+    return (
+        str(level.at_once),
+        str(level.n),
+        str(level.n - failed),
+        ", ".join(f"{n} {kind}" for kind, n in level.failures.items()) or "0",
+        ms(level.ttft_p50),
+        ms(level.ttft_p90),
+        ms(level.ttft_p99),
+        ms(level.ttft_worst),
+        tenths(level.itl_p50),
+        tenths(level.itl_p99),
+        f"{level.requests_per_s:.2f}",
+        count(level.prompt_tokens_per_s),
+        count(level.output_tokens_per_s),
+        share(level.goodput),
+        "knee" if level.knee else "",
     )
 
 

@@ -95,21 +95,21 @@ def answered(ttft: float, gaps: tuple[float, ...] = (), prompt_tokens: int | Non
 
 
 def test_a_level_is_what_its_answers_say() -> None:
-    answers = [answered(ttft, (0.1, 0.3)) for ttft in (1.0, 2.0, 3.0, 5.0)]
+    answers = [answered(float(ttft), (0.25, 0.75)) for ttft in range(1, 12)]
     level = level_of("exact", 2, [*answers, Served(error="429: later")], 10.0, LOAD)
     assert level == Level(
         arm="exact",
         at_once=2,
-        n=5,
-        ttft_p50=2.5,
-        ttft_p90=pytest.approx(4.4),
+        n=12,
+        ttft_p50=6.0,
+        ttft_p90=10.0,
         ttft_p99=None,
-        ttft_worst=5.0,
-        itl_p50=pytest.approx(0.2),
+        ttft_worst=11.0,
+        itl_p50=0.5,
         itl_p99=None,
-        requests_per_s=0.4,
-        prompt_tokens_per_s=40.0,
-        output_tokens_per_s=1.2,
+        requests_per_s=1.1,
+        prompt_tokens_per_s=110.0,
+        output_tokens_per_s=3.3,
         failures={"refused": 1},
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from eval.findings import Asked, Case, Findings, Gate, Level, Privacy, Rate
 from eval.quality import Answer, Bucket, Comparison, Report
@@ -39,12 +40,10 @@ def row(arm: str, length: int, ttft: float, ratio: Interval | None = None) -> Ro
 
 def bare_row(arm: str, length: int) -> Row:
     """A row of which everything is unknown that can be."""
-    return replace(
-        row(arm, length, 1.0),
-        **dict.fromkeys(("prompt_tokens", "queue", "read", "rest", "longest_step", "tokens_per_s", "cached_tokens")),
-        density=None,
-        memory=None,
+    unknown: dict[str, Any] = dict.fromkeys(
+        ("prompt_tokens", "queue", "read", "rest", "longest_step", "tokens_per_s", "cached_tokens", "density", "memory")
     )
+    return replace(row(arm, length, 1.0), **unknown)
 
 
 SPEED = Speed(
