@@ -16,7 +16,11 @@ _NO_TEXT = "an argument holds bytes that are no text in this terminal's encoding
 
 
 class RequestFailed(Exception):
-    """The service refused a request; the message is its own."""
+    """The service refused a request; the message is its own. `status` is the HTTP status that it refused it with."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Client:
@@ -105,4 +109,4 @@ def _require_success(response: httpx.Response) -> None:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = f"the service answered {response.status_code} {response.reason_phrase}"
-    raise RequestFailed(message)
+    raise RequestFailed(message, response.status_code)

@@ -19,7 +19,7 @@ from eval.findings import Level
 from eval.load import Load, failure_of, measure_levels, serve_within
 from eval.remote import RemoteServer
 from eval.results import Results
-from eval.served import Served
+from eval.served import Served, Server
 from eval.tasks import TASKS
 from eval.tasks.task import Question, build_context
 from serving.engine import Message
@@ -91,7 +91,7 @@ def api_key(environment: dict[str, str]) -> str | None:
     return None
 
 
-async def probe(server: RemoteServer, load: Load, prompt: Prompt) -> float:
+async def probe(server: Server, load: Load, prompt: Prompt) -> float:
     """Send one prompt before the run; returns the characters of a token, as the server counts tokens.
 
     Raises:
@@ -100,8 +100,8 @@ async def probe(server: RemoteServer, load: Load, prompt: Prompt) -> float:
     served = await serve_within(server, prompt, _ARM, load.max_tokens, load.timeout_s)
     if served.error is not None and failure_of(served.error) == "error":
         raise NotMeasured(
-            f"the server at {server.about['url']!r} does not answer /v1/chat/completions as the OpenAI API does "
-            f"({served.error}); ask it for one answer by hand first"
+            f"the server at {server.about['url']!r} does not answer as it should ({served.error}); "
+            "ask it for one answer by hand first"
         )
     characters = sum(len(message.content) for message in prompt)
     return characters / served.prompt_tokens if served.prompt_tokens else _CHARACTERS_PER_TOKEN
@@ -141,6 +141,11 @@ def generated(
     return prompts
 
 
+def numbered(numbers: range) -> list[list[Message]]:
+    """Different questions that any document can be asked."""
+    return [[Message("user", f"What do the documents say about number {number}?")] for number in numbers]
+
+
 def read_prompts(path: Path) -> list[list[Message]]:
     """Prompts of a file of JSON lines such as `{"prompt": "..."}` or `{"messages": [{"role": ..., "content": ...}]}`.
 
@@ -164,7 +169,7 @@ def repeated(prompts: Sequence[Prompt], number: int) -> list[Prompt]:
 
 
 async def run_bench(
-    server: RemoteServer, prompts: Sequence[Prompt], load: Load, *, results: Results, step: Callable[[], None]
+    server: Server, prompts: Sequence[Prompt], load: Load, *, results: Results, step: Callable[[], None]
 ) -> Bench:
     """Every level of the load, with `load.prompts` prompts.
 

@@ -20,6 +20,7 @@ from eval.console import numbers
 if TYPE_CHECKING:
     from eval.bench import Bench, Prompt
     from eval.load import Load
+    from eval.own import OwnServer
     from eval.remote import RemoteServer
 
 _out = Console(soft_wrap=True)
@@ -37,6 +38,9 @@ def bench(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
     file: Annotated[
         Path | None, typer.Option(help='Prompts of your own, JSON lines {"prompt": "..."} or {"messages": [...]}.')
+    ] = None,
+    collection: Annotated[
+        str | None, typer.Option(help="Ask a service of this kind about the documents of this collection.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model of the server; its first one by default.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Most seconds that one request may take.")] = 600,
@@ -58,13 +62,14 @@ def bench(
     from eval.bench import api_key, connected, read_prompts, run_bench
     from eval.identity import run_identity
     from eval.load import Load
+    from eval.own import OwnServer
     from eval.results import default_path, plain, results_file
     from eval.tables import levels_table
 
     path = out or default_path("bench")
     with console.told(_say):
         load = Load(
-            numbers(concurrency, "concurrency", "1,2,4,8"),
+            numbers(concurrency, "levels of concurrency", "1,2,4,8"),
             requests,
             max_tokens,
             timeout,
@@ -76,7 +81,8 @@ def bench(
         key = api_key(dict(os.environ))
 
         async def run() -> tuple[dict[str, object], Bench]:
-            async with connected(url, model, key, timeout) as server:
+            own = None if collection is None else OwnServer.connect(url, collection, timeout)
+            async with own or connected(url, model, key, timeout) as server:
                 prompts = await _prompts(server, load, given, prompt_tokens, seed)
                 about = {**run_identity(seed=seed), **server.about, "load": asdict(load)}
                 with results_file(path) as results, console.progress(load.requests, "requests", _say) as step:
@@ -101,16 +107,19 @@ def bench(
 
 
 async def _prompts(
-    server: RemoteServer, load: Load, given: Sequence[Prompt] | None, prompt_tokens: int, seed: int
+    server: OwnServer | RemoteServer, load: Load, given: Sequence[Prompt] | None, prompt_tokens: int, seed: int
 ) -> Sequence[Prompt]:
     """A prompt for every request, once the server has answered one."""
-    from eval.bench import generated, probe, repeated
+    from eval.bench import generated, numbered, probe, repeated
+    from eval.own import OwnServer
 
     if given is not None:
         await probe(server, load, given[0])
         if len(given) < load.prompts:
             _say(f"{load.prompts} prompts are needed and the file has {len(given)}: they repeat, and may be cached")
         return repeated(given, load.prompts)
+    if isinstance(server, OwnServer):
+        return numbered(range(load.prompts))
     numbers = range(load.prompts)
     spare = generated(range(load.prompts, load.prompts + 1), prompt_tokens, seed)[0]
     return generated(numbers, prompt_tokens, seed, await probe(server, load, spare))
