@@ -239,7 +239,7 @@ async def measure(
     findings = Findings(
         about=about,
         suite=plan.name,
-        arms=tuple(arm.name for arm in plan.arms),
+        arms=tuple(dict.fromkeys(arm.name for arm in (*plan.arms, *(plan.speed_arms if plan.speed else ())))),
         margin=plan.quality.margin if plan.quality else 0.0,
         speed=speed,
         quality=quality and replace(quality, answers=after.answers),

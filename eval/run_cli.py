@@ -221,6 +221,12 @@ def _timed(place: Path) -> tuple[Timed, ...]:
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON holds it."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
+    """A plan as JSON holds it, without what it leaves out."""
+
+    def given(data: Any) -> Any:
+        if isinstance(data, dict):
+            return {name: given(value) for name, value in data.items() if value not in (None, {}, [])}
+        return [given(one) for one in data] if isinstance(data, list) else data
+
+    plain: dict[str, Any] = given(json.loads(json.dumps({**asdict(plan), "arms": [arm.name for arm in plan.arms]})))
     return plain

@@ -25,6 +25,7 @@ _LEFT = 64.0  # room for the values of a y axis
 _SIZE = 12.0  # of text
 _LINE = 16.0  # from one line of text to the next
 _MARK = 4.5
+_FARTHEST = 2.0  # that an interval is drawn to, times the largest ratio
 _LABEL = 24  # characters of a label before it is cut
 
 
@@ -76,7 +77,10 @@ def ttft_chart(rows: Sequence[Row], arms: Sequence[str]) -> str:
     parts += _labels(ends, times)
     height = 350.0
     if ratios:
-        bounds = [end for row in ratios for end in _finite(row)]
+        # One wild interval would press all others onto the line; its end lands on the edge.
+        found = [1.0, *(row.ratio.estimate for row in ratios if row.ratio)]
+        low, high = min(found) / _FARTHEST, max(found) * _FARTHEST
+        bounds = [min(max(end, low), high) for row in ratios for end in _finite(row)]
         panel = _Panel(x, _Scale(*_widened([*bounds, 1.0], 1.15), 500, 376, log=True))
         parts += [_y_axis(panel, _ticks(panel.y, 4), _plain, f"ratio to {_cut(arms[0])}, 95% interval (log)")]
         parts += [_rule(panel, panel.y(1.0), "one"), *_ratio_bars(ratios, arms, panel)]

@@ -36,6 +36,11 @@ def is_again(arm: str) -> bool:
     return arm.partition("+")[0] == "again"
 
 
+def is_warm(arm: str) -> bool:
+    """Whether the arm reads prompts early, and otherwise as the control does."""
+    return arm.partition("+")[0] == "warm"
+
+
 def failures_of(findings: Findings, arm: str) -> dict[str, int]:
     """Requests of an arm that failed, by stage; stages without any are left out."""
     answers = findings.quality.answers if findings.quality else ()

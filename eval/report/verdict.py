@@ -8,7 +8,7 @@ from statistics import median
 from eval.findings import Findings, Level
 from eval.formats import difference, gib, interval, ms, number, points
 from eval.quality import Comparison
-from eval.report.validity import checks, failures_of, is_again
+from eval.report.validity import checks, failures_of, is_again, is_warm
 from eval.speed import Row
 
 
@@ -76,8 +76,9 @@ def _speed(findings: Findings, arm: str, control: str) -> str:
         return "its speed was not measured"
     row = _last_row(findings, arm)
     if row is None or row.ratio is None:
-        reason = next((limit for limit in findings.speed.limits if _names(limit, arm)), "no reason was told")
-        return f"its speed was not measured ({reason})"
+        reason = next((limit for limit in findings.speed.limits if _names(limit, arm)), None)
+        # An arm that reads other prompts has no times to compare.
+        return "its speed was not compared" if reason is None else f"its speed was not measured ({reason})"
     ratio = row.ratio
     at = f"at {row.length:,} tokens ({interval(ratio)} of {control}'s time)"
     if ratio.high < 1:
@@ -142,13 +143,18 @@ def _cases_itl(findings: Findings, arm: str) -> float | None:
 def _memory(findings: Findings, arm: str, control: str) -> Iterator[str]:
     mine, others = _last_row(findings, arm), _last_row(findings, control)
     if mine and others and mine.memory is not None and others.memory is not None:
-        yield f"memory {gib(mine.memory)} instead of {gib(others.memory)}"
+        taken, before = gib(mine.memory), gib(others.memory)
+        yield f"as much memory, {taken}" if taken == before else f"memory {taken} instead of {before}"
 
 
 def _answers(findings: Findings, arm: str) -> str:
     comparisons = findings.quality.comparisons if findings.quality else ()
     one = next((one for one in comparisons if one.arm == arm), None)
-    return "whether its answers are as true was not measured" if one is None else _truth(one, findings.margin)
+    if one is not None:
+        return _truth(one, findings.margin)
+    if is_warm(arm):
+        return "reading early is exact, so its answers are those of an exact arm"
+    return "whether its answers are as true was not measured"
 
 
 def _truth(one: Comparison, margin: float) -> str:
